@@ -1,0 +1,316 @@
+"""One causal language model as actor and critic.
+
+    readouts      two logits of any causal LM as a value in [-1, 1], and a policy without those two words     Eq. 1-3
+    ActorCritic   a Hugging Face model, its tokenizer and chat format, and the two reserved words
+    load          by hub id, folder or bare name; `tiny` is built on the spot and downloads nothing
+    Batch, score  one forward: log-probs and entropy of the response tokens, V and Q of every turn
+
+A training sample is a token sequence with one or more turns in it; a turn is the span [start, end) of its response.
+V is read at start - 1, the last token of the context; Q at end - 1, the last token the policy chose. Sequences are
+padded on the right, so the causal mask alone keeps everything apart and no other mask is needed.
+
+Shapes: N turns, B sequences, T tokens, M response tokens, V vocabulary, D width.
+`# SAPO:` marks what the paper adds. Departures from the paper: none.
+    python model.py [--model NAME]       shows a model's reserved words and reads V and Q from one turn
+"""
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+# --------------------------------------------------------------------------------------- readouts (copy these alone)
+
+
+def value_readout(logits, value_ids, *, tau):
+    """Eq. 1. (..., V) logits and the ids (w+, w-) -> p in [-1, 1], shape (...). V and Q are R_max p (Eq. 2)."""
+    plus, minus = (logits[..., i] for i in value_ids)
+    return ((plus - minus) / tau).clamp(-1, 1)  # Eq. 1  # SAPO: a value without a value head
+
+
+def restricted_log_softmax(logits, value_ids):
+    """Eq. 3. (..., V) logits -> log-probs over every word but the two reserved ones, whose probability is exactly 0.
+    16-bit logits are raised to float32 first."""
+    value_ids = torch.as_tensor(value_ids, device=logits.device)
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return wide.index_fill(-1, value_ids, float("-inf")).log_softmax(-1)  # Eq. 3  # SAPO: w+ and w- are no actions
+
+
+def entropy(logp, value_ids):
+    """Entropy in nats of restricted log-probs (..., V) -> (...). The reserved words add 0, not 0 * -inf."""
+    value_ids = torch.as_tensor(value_ids, device=logp.device)
+    return -(logp.exp() * logp.index_fill(-1, value_ids, 0.0)).sum(-1)
+
+
+# --------------------------------------------------------------------------------------------------- actor and critic
+
+
+@dataclass
+class Batch:
+    """Padded sequences. ids (B, T) tokens; owner (B, T) which turn of the batch chose the token, -1 where none did (context,
+    padding, forced tokens); for each turn its sequence, start and end, (N,) each."""
+
+    ids: torch.Tensor
+    owner: torch.Tensor
+    seq: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+
+    @property
+    def mask(self):  # (B, T)
+        return self.owner >= 0
+
+    def spread(self, per_turn):  # (N,) -> (B, T): a turn's number on each of its tokens
+        return F.pad(per_turn, (0, 1))[self.owner] if len(per_turn) else self.ids.new_zeros(self.ids.shape, dtype=per_turn.dtype)
+
+    def to(self, device):
+        return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+def make_batch(samples):
+    """samples: [(ids, [(start, end), ...]), ...], one tuple a sequence, one span a turn -> Batch, turns in that order."""
+    turns = [(b, *span) for b, (_, spans) in enumerate(samples) for span in spans]
+    ids = torch.zeros(len(samples), max(len(s[0]) for s in samples), dtype=torch.long)
+    owner = torch.full_like(ids, -1)
+    for b, (tokens, _) in enumerate(samples):
+        ids[b, :len(tokens)] = torch.tensor(tokens)
+    for n, (b, start, end) in enumerate(turns):
+        if not 0 < start < end <= len(samples[b][0]):
+            raise ValueError(f"a turn needs context before it and a response in it, got the span {start}:{end}")
+        owner[b, start:end] = n
+    return Batch(ids, owner, *torch.tensor(turns).reshape(-1, 3).unbind(1))
+
+
+@dataclass
+class ActorCritic:
+    """A causal LM and how it is read. value_ids = (w+, w-); stop_ids end a response; tau_v as in Eq. 1, r_max as in Eq. 2."""
+
+    model: torch.nn.Module
+    tokenizer: object
+    chat: "Chat"
+    value_ids: tuple
+    stop_ids: tuple
+    tau_v: float = 1.0
+    r_max: float = 10.0
+
+    @property
+    def device(self):
+        return self.model.device
+
+    @property
+    def max_length(self):
+        return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+
+    def body(self, ids, **kwargs):  # (B, T) -> (B, T, D)
+        return self.model.base_model(input_ids=ids, **kwargs).last_hidden_state
+
+    def logits(self, hidden):  # (..., D) -> (..., V)
+        return self.model.get_output_embeddings()(hidden)
+
+    def readout(self, hidden):
+        """(..., D) -> p in [-1, 1], (...): a product with two rows of the head, the rest of the vocabulary untouched."""
+        head, rows = self.model.get_output_embeddings(), list(self.value_ids)
+        bias = None if getattr(head, "bias", None) is None else head.bias[rows]
+        return value_readout(F.linear(hidden, head.weight[rows], bias).float(), (0, 1), tau=self.tau_v)
+
+    def score(self, batch, temperature=1.0):
+        """One forward -> logp (B, T), entropy (B, T), p_v (N,), p_q (N,). Log-probs and entropy are those of the restricted
+        policy at `temperature`, 0 off the response tokens."""
+        hidden = self.body(batch.ids, use_cache=False)
+        b, t = batch.mask.nonzero(as_tuple=True)  # (M,): response tokens only, each predicted by the position before it
+        all_logp = restricted_log_softmax(self.logits(hidden[b, t - 1]) / temperature, self.value_ids)  # (M, V)
+        logp = all_logp.gather(1, batch.ids[b, t][:, None])[:, 0]
+        spread = lambda x: x.new_zeros(batch.ids.shape).index_put((b, t), x)
+        p_v = self.readout(hidden[batch.seq, batch.start - 1])  # SAPO: V before the response sees no action
+        p_q = self.readout(hidden[batch.seq, batch.end - 1])  # SAPO: Q after it sees no reward
+        return spread(logp), spread(entropy(all_logp, self.value_ids)), p_v, p_q
+
+    def save(self, folder):
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        with open(os.path.join(folder, "sapo.json"), "w") as file:
+            json.dump({"value_ids": list(self.value_ids), "tau_v": self.tau_v, "r_max": self.r_max}, file)
+
+
+class Chat:
+    """Turns text into the token ids of a conversation, by the tokenizer's own chat template."""
+
+    MARK = "@response@"
+
+    def __init__(self, tokenizer):
+        if not tokenizer.chat_template:
+            raise ValueError("this model has no chat template; choose an instruct model (its tokenizer_config.json or "
+                             "chat_template.jinja holds the template)")
+        self.tokenizer = tokenizer
+
+    def encode(self, messages, after=None):
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if after is not None:
+            text = text[text.rindex(after) + len(after):]
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def first(self, text):
+        """The first user message up to where the response begins."""
+        return self.encode([{"role": "user", "content": text}])
+
+    def later(self, text, last_token=None):
+        """What stands between a response and the next one: end of turn, user message, header. An end-of-turn token the
+        policy chose itself (`last_token`) is not repeated. Nothing already in the conversation is encoded again."""
+        ids = self.encode([{"role": "user", "content": "-"}, {"role": "assistant", "content": self.MARK},
+                           {"role": "user", "content": text}], after=self.MARK)
+        return ids[1:] if ids[0] == last_token else ids
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google", "Mistral": "mistralai"}
+
+
+def hub_id(name):
+    """Qwen2.5-1.5B-Instruct -> Qwen/Qwen2.5-1.5B-Instruct; folders and full ids stay as they are."""
+    owner = next((o for prefix, o in OWNERS.items() if name.startswith(prefix)), None)
+    return name if os.path.isdir(name) or "/" in name or owner is None else f"{owner}/{name}"
+
+
+def reserve_value_ids(tokenizer, rows, taken):
+    """Two vocabulary entries no text uses: the last padded rows past the tokenizer, else special tokens that neither the
+    chat template nor `taken` (stop tokens and the like) uses, those named reserved or unused first."""
+    used = max(tokenizer.get_vocab().values()) + 1
+    if rows - used >= 2:
+        return rows - 2, rows - 1
+    taken = set(taken) | {tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) if t}
+    free = [(i, t.content) for i, t in tokenizer.added_tokens_decoder.items()
+            if t.special and i < rows and i not in taken and t.content not in tokenizer.chat_template]
+    free.sort(key=lambda it: (not any(w in it[1] for w in ("reserved", "unused", "extra")), -it[0]))
+    if len(free) < 2:
+        raise ValueError("no two vocabulary entries are free for w+ and w-; name two tokens no text uses: --value_tokens A B")
+    return free[1][0], free[0][0]
+
+
+def named_value_ids(tokenizer, names, taken):
+    ids = tuple(tokenizer.get_vocab().get(n, int(n) if n.isdigit() else -1) for n in names)
+    for name, i in zip(names, ids):
+        if i < 0:
+            raise ValueError(f"--value_tokens: the tokenizer has no token {name!r}")
+        if i in taken or name in tokenizer.chat_template:
+            raise ValueError(f"--value_tokens: {name!r} is a stop token or part of the chat template")
+    if len(set(ids)) != 2:
+        raise ValueError("--value_tokens needs two different tokens")
+    return ids
+
+
+def load_tokenizer(name):
+    """AutoTokenizer, except where a folder's tokenizer.json is declared to be the whole truth: for some architectures (Qwen2
+    among them) AutoTokenizer would rebuild it as that architecture's own, and the tiny model's words would be lost."""
+    path = os.path.join(name, "tokenizer_config.json")
+    if os.path.isfile(path):
+        with open(path) as file:
+            if json.load(file).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+                return PreTrainedTokenizerFast.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name)
+
+
+def load(name, *, value_tokens=None, tau_v=None, r_max=None, device="cpu", dtype=torch.float32, seed=0, words=()):
+    """-> ActorCritic. `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was
+    trained with, else 1 and 10. `seed` and `words` (fixed strings, nouns) make the tiny model. ValueError says what is wrong."""
+    saved = {}
+    if name == "tiny":
+        model, tokenizer = tiny(*words, seed=seed)
+    else:
+        try:
+            tokenizer = load_tokenizer(hub_id(name))
+            model = AutoModelForCausalLM.from_pretrained(hub_id(name), dtype=dtype)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal language model, nor a hub id that "
+                             f"can be reached ({reason})") from None
+        if os.path.isfile(os.path.join(name, "sapo.json")):
+            with open(os.path.join(name, "sapo.json")) as file:
+                saved = json.load(file)
+    chat = Chat(tokenizer)
+    defaults = model.generation_config.eos_token_id
+    end_of_turn = chat.later("-")[0]
+    stops = {*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_token_id}
+    stops |= {end_of_turn} if end_of_turn in tokenizer.added_tokens_decoder else set()
+    stops = tuple(sorted(stops - {None}))
+    if value_tokens:
+        value_ids = named_value_ids(tokenizer, value_tokens, stops)
+    else:
+        value_ids = saved.get("value_ids") or reserve_value_ids(tokenizer, model.get_output_embeddings().weight.shape[0], stops)
+    lm = ActorCritic(model.to(device=device, dtype=dtype).eval(), tokenizer, chat, tuple(value_ids), stops,
+                     tau_v or saved.get("tau_v", 1.0), r_max or saved.get("r_max", 10.0))
+    check_head(lm)
+    return lm
+
+
+@torch.no_grad()
+def check_head(lm):
+    """score() applies the head to the body's output itself. A model that does more (softcapping, logit scaling) is refused."""
+    ids = torch.tensor([lm.chat.first("hello")[:32]], device=lm.device)
+    if not torch.allclose(lm.model(input_ids=ids).logits.float(), lm.logits(lm.body(ids)).float(), atol=1e-2, rtol=1e-2):
+        raise ValueError(f"{type(lm.model).__name__} does something to its logits after the head (softcapping or scaling); "
+                         "such models are not supported")
+
+
+@torch.no_grad()
+def readout_at_start(lm, prompts):
+    """The logit difference z+ - z- before and after an empty response, over a few prompts (lists of ids), before any training:
+    -> (mean, standard deviation, saturated fraction). ValueError where most readouts start where Eq. 1 is flat."""
+    stop = [lm.stop_ids[0]]
+    head, rows = lm.model.get_output_embeddings(), list(lm.value_ids)
+    diffs = []
+    for ids in prompts:
+        hidden = lm.body(torch.tensor([ids + stop], device=lm.device), use_cache=False)[0, -2:]
+        z = lm.logits(hidden).float()[:, rows]
+        diffs.append(z[:, 0] - z[:, 1])
+    diff = torch.cat(diffs)
+    saturated = (diff.abs() > lm.tau_v).float().mean().item()
+    if saturated > 0.5:
+        words = [lm.tokenizer.convert_ids_to_tokens(i) for i in lm.value_ids]
+        raise ValueError(f"{saturated:.0%} of the value readouts start saturated: the logits of {words} differ by {diff.mean():.2f} "
+                         f"+- {diff.std():.2f}, and Eq. 1 has no gradient beyond tau_v = {lm.tau_v:g}. Choose two other tokens "
+                         f"with --value_tokens A B, or raise --tau_v above {2 * diff.abs().mean():.1f}")
+    return diff.mean().item(), diff.std().item(), saturated
+
+
+# --------------------------------------------------------------------------------------------------------------- tiny
+
+
+def tiny_tokenizer(phrases, nouns):
+    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is one token, a word it does
+    not know is spelled in letters, so that every ASCII string can be encoded; white space separates and is forgotten."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+    import re
+    fixed = sorted(phrases, key=len, reverse=True)
+    edge = lambda p: (r"(?<![A-Za-z])" if p[0].isalpha() else "") + re.escape(p).replace("'", r"\'") + (r"(?![A-Za-z])" if p[-1].isalpha() else "")
+    pattern = "|".join([*map(edge, fixed), r"[A-Za-z]+ \d+", r"[A-Za-z]+", r"\d+", r"\S"])
+    control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    letters = [chr(c) for c in range(32, 127)]
+    vocab = {w: i for i, w in enumerate(dict.fromkeys(control + letters + sorted(nouns) + sorted(fixed) + [str(n) for n in range(100)]))}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<|unknown|>", continuing_subword_prefix="", max_input_chars_per_word=10 ** 6))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
+    tokenizer.add_special_tokens([AddedToken(c, special=True) for c in control])
+    template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+                "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, eos_token="<|end|>", pad_token="<|pad|>",
+                                   unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
+
+
+def tiny(phrases, nouns, seed=0):
+    """A randomly initialised Qwen2 with about 0.2 M parameters. Embeddings are untied, the rows of w+ and w- zero: V = Q = 0."""
+    tokenizer = tiny_tokenizer(phrases, nouns)
+    config = Qwen2Config(vocab_size=len(tokenizer) + 2, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16384, tie_word_embeddings=False,
+                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+                         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[-2:] = 0
+    return model, tokenizer

@@ -1,0 +1,171 @@
+"""SAPO (Single-Rollout Autoregressive Policy Optimization): the algorithm, as pure functions of tensors.
+
+A language model plays a task over turns t = 1..T. One causal forward over [context, response] gives the policy, the
+state value V (read just before the response) and the action value Q (read just after it). This file is what happens next:
+
+    turn_targets          rewards and old values -> GAE advantage, target of V, target of Q        Eq. 4-6
+    normalize_advantages  one mean and one std over the turns of the whole batch                   Eq. 7
+    policy_loss           PPO's clipped surrogate per token, the turn's advantage on each          Eq. 8-9
+    value_loss            clipped regression of a normalised readout, per turn                     Eq. 10-11
+    sapo_loss             all of it in one number for one backward pass                            Eq. 12
+
+Equations are numbered as LaTeX numbers them in the paper. `# SAPO:` marks what the paper adds to PPO.
+    grep -n "# SAPO:" sapo.py model.py rollout.py train.py       shows the whole contribution
+
+Shapes: N turns, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p (Eq. 2). Every loss is a sum over a
+`denom` the caller may pass: with the global count of tokens or turns there, micro-batches and ranks add up exactly.
+An `info` holds numbers that add up the same way, except `*_max`, which are maxima.
+
+Departures from the paper: none here. Copy this file into any project: it needs torch alone.
+    python sapo.py       works one small trajectory by hand
+"""
+import torch
+import torch.distributed as dist
+
+
+@torch.no_grad()  # targets come from the frozen rollout policy: no gradient may reach them
+def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
+    """Walks every trajectory backward (Eq. 4-6): -> (adv, y_v, y_q), each (N,) in the order given, in units of return.
+
+    All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the turn (by the
+    environment or at the horizon: both are terminal), V_old and Q_old in units of return. Any order; a (traj, turn)
+    that occurs twice gets the same targets twice and changes nobody else's. The turn after a trajectory's last known
+    one has value 0. Raises ValueError where shapes differ or a trajectory lacks a turn in its middle.
+    """
+    if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
+        raise ValueError("turn_targets: all six tensors must be 1-D and of one length, one entry per turn")
+    if len(traj) == 0:
+        return v_old.clone(), v_old.clone(), q_old.clone()
+
+    ids, row = traj.unique(return_inverse=True)  # (M,), (N,): identifiers, not positions, tie turns together
+    first = torch.full_like(ids, turn.max()).scatter_reduce(0, row, turn, "amin")
+    last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
+    col, length = turn - first[row], last - first + 1
+    known = torch.stack([row, col]).unique(dim=1)[0].bincount(minlength=len(ids))
+    if (known != length).any():
+        broken = ids[known != length].tolist()
+        raise ValueError(f"turn_targets: turns are missing in the middle of trajectories {broken[:8]}")
+
+    def table(x):  # (N,) -> (M, longest + 1); the extra column is the 0 after the last turn
+        grid = v_old.new_zeros(len(ids), int(length.max()) + 1)
+        grid[row, col] = x.to(v_old.dtype)
+        return grid
+
+    r, d, v, q = table(reward), table(done), table(v_old), table(q_old)
+    adv = torch.zeros_like(v)
+    for t in reversed(range(v.shape[1] - 1)):
+        delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4
+        adv[:, t] = delta + gamma * lam * (1 - d[:, t]) * adv[:, t + 1]  # Eq. 5  # SAPO: GAE over turns, not tokens
+    y_v = v + adv  # Eq. 6: the lambda-return
+    y_q = r.clone()
+    y_q[:, :-1] += gamma * (1 - d[:, :-1]) * q[:, 1:]  # Eq. 6  # SAPO: on-policy SARSA target for Q
+    return adv[row, col], y_v[row, col], y_q[row, col]
+
+
+@torch.no_grad()
+def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
+    """Eq. 7: (N,) -> (N,). Mean and population std over valid turns, over all ranks of `group` (a torch.distributed
+    process group; None: this process alone). `invalid` marks turns whose action could not be parsed: they are charged
+    c_inv first. Turns outside `valid` are not counted and get 0. One turn, or equal ones, give 0, never NaN."""
+    valid = torch.ones_like(adv, dtype=torch.bool) if valid is None else valid.bool()
+    charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
+    charged = torch.where(valid, charged, 0.0)
+
+    def total(x):
+        if group is not None:
+            dist.all_reduce(x, group=group)
+        return x
+
+    count, mean = total(torch.stack([valid.double().sum(), charged.sum()])).unbind()
+    count = count.clamp(min=1)
+    mean = mean / count
+    std = (total((torch.where(valid, charged - mean, 0.0) ** 2).sum()) / count).sqrt()  # two passes: no cancellation
+    return torch.where(valid, (charged - mean) / (std + eps), 0.0).to(adv.dtype)  # Eq. 7
+
+
+def policy_loss(logp, logp_old, adv, mask, *, clip, denom=None):
+    """Eq. 8-9. logp, logp_old, adv and mask are (B, T): log-probs of the taken tokens now and at rollout, the turn's
+    advantage on each of its tokens, 1 on response tokens. -> (loss, info: ratio_max, clip_fraction)."""
+    mask = mask.bool()
+    denom = mask.sum().clamp(min=1) if denom is None else denom
+    ratio = torch.where(mask, logp - logp_old, 0.0).exp()  # Eq. 8; masked before exp: padding may hold anything
+    adv = torch.where(mask, adv, 0.0)
+    free, held = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
+    loss = -torch.minimum(free, held).sum() / denom  # Eq. 9
+    info = {"ratio_max": torch.where(mask, ratio, 0.0).amax() if mask.any() else ratio.new_zeros(()),
+            "clip_fraction": (held < free).sum() / denom}
+    return loss, {k: x.detach() for k, x in info.items()}
+
+
+def value_loss(p, p_old, y, *, clip, valid=None, denom=None):
+    """Eq. 10-11, for V and for Q. p, p_old (N,) are readouts now and at rollout, y (N,) the target divided by R_max.
+    A mean over turns, not tokens. -> (loss, info: clip_fraction, saturated = readouts at +-1, where Eq. 1 is flat)."""
+    valid = torch.ones_like(p, dtype=torch.bool) if valid is None else valid.bool()
+    denom = valid.sum().clamp(min=1) if denom is None else denom
+    p, p_old, y = (torch.where(valid, x, 0.0) for x in (p, p_old, y))
+    p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
+    free, held = (p - y) ** 2, (p_clip - y) ** 2
+    loss = 0.5 * torch.maximum(free, held).sum() / denom  # Eq. 11
+    info = {"clip_fraction": (held > free).sum() / denom, "saturated": (p.abs() >= 1).sum() / denom}
+    return loss, {k: x.detach() for k, x in info.items()}
+
+
+def kl_loss(logp, logp_ref, mask, *, denom=None):
+    """KL to the reference policy by the k3 estimator, r - 1 - log r with r = pi_ref / pi: never negative. (B, T) each."""
+    mask = mask.bool()
+    denom = mask.sum().clamp(min=1) if denom is None else denom
+    log_r = torch.where(mask, logp_ref - logp, 0.0)
+    return (log_r.exp() - 1 - log_r).sum() / denom
+
+
+def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old, p_q_old, y_v, y_q, valid=None,
+              clip=0.2, clip_v=0.2, clip_q=0.2, c_v=0.5, c_q=0.25, beta=0.01, c_h=0.001, tokens=None, turns=None):
+    """Eq. 12. -> (loss, info).
+
+    From the current model: logp, entropy (B, T) and readouts p_v, p_q (N,). From the rollout: logp_old, logp_ref (or
+    None where beta is 0), adv and mask (B, T); p_v_old, p_q_old and targets over R_max y_v, y_q (N,). `tokens` and
+    `turns` are the denominators of the whole mini-batch; default: what is here."""
+    mask = mask.bool()
+    tokens = mask.sum().clamp(min=1) if tokens is None else tokens
+    loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
+    loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
+    loss_q, info_q = value_loss(p_q, p_q_old, y_q, clip=clip_q, valid=valid, denom=turns)
+    kl = kl_loss(logp, logp if logp_ref is None else logp_ref, mask, denom=tokens)
+    h = torch.where(mask, entropy, 0.0).sum() / tokens
+    loss = loss_policy + c_v * loss_v + c_q * loss_q + beta * kl - c_h * h  # Eq. 12  # SAPO: one loss, one model
+    parts = {"loss": loss, "loss_policy": loss_policy, "loss_v": loss_v, "loss_q": loss_q, "kl": kl, "entropy": h}
+    info |= {"v_" + k: x for k, x in info_v.items()} | {"q_" + k: x for k, x in info_q.items()}
+    return loss, info | {k: x.detach() for k, x in parts.items()}
+
+
+def explained_variance(value, target):
+    """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 a constant one. NaN-free: 0 where targets agree."""
+    spread = target.var(correction=0)
+    return (1 - (target - value).var(correction=0) / spread).item() if spread > 0 else 0.0
+
+
+def main():
+    r_max, gamma, lam = 10.0, 0.95, 0.95
+    text = ["go to fridge 1", "open fridge 1", "eat the fridge", "take apple 1 from fridge 1"]
+    traj, turn = torch.zeros(4, dtype=torch.long), torch.arange(4)
+    reward, done = torch.tensor([0.0, 0, 0, 10]), torch.tensor([0.0, 0, 0, 1])
+    v, q = torch.tensor([2.0, 3, 5, 4]), torch.tensor([2.5, 4, 1, 8])
+    adv, y_v, y_q = turn_targets(traj, turn, reward, done, v, q, gamma=gamma, lam=lam)
+    adv_hat = normalize_advantages(adv, invalid=torch.tensor([0, 0, 1, 0]), c_inv=0.1)
+    print(f"A task solved in four turns; gamma {gamma}, lambda {lam}, R_max {r_max:g}. The third action was no command.\n")
+    print(f"{'turn  action':34}{'r':>6}{'V_old':>8}{'Q_old':>8}{'A (5)':>9}{'y_V (6)':>9}{'y_Q (6)':>9}{'A^ (7)':>9}")
+    for t in range(4):
+        row = "".join(f"{x[t]:9.3f}" for x in (adv, y_v, y_q, adv_hat))
+        print(f"{t + 1:>4}  {text[t]:28}{reward[t]:6.1f}{v[t]:8.2f}{q[t]:8.2f}{row}")
+
+    logp = torch.full((4, 3), -1.0, requires_grad=True)  # three tokens a turn, on-policy: every ratio is 1
+    loss, info = sapo_loss(logp, torch.ones(4, 3), v / r_max, q / r_max, logp_old=logp.detach(), logp_ref=logp.detach(),
+                           adv=adv_hat[:, None].expand(4, 3), mask=torch.ones(4, 3), p_v_old=v / r_max,
+                           p_q_old=q / r_max, y_v=y_v / r_max, y_q=y_q / r_max)
+    loss.backward()
+    print("\nOne joint loss (12): " + ", ".join(f"{k} {info[k]:.4f}" for k in ("loss", "loss_policy", "loss_v", "loss_q")))
+    print("Its gradient on each turn's log-probs, -A^/12: " + " ".join(f"{g:+.3f}" for g in logp.grad[:, 0]))
+
+
+if __name__ == "__main__":
+    main()
