@@ -82,7 +82,7 @@ class House:
         """Builds the room of (seed, size): goal, contents, lamp."""
         rng = random.Random(f"{seed} {self.size}")
         n_places, n_objects = self.size
-        others = [rng.choice(PLACES[:2 * n_places]) for _ in range(n_places - len(APPLIANCES))]
+        others = [rng.choice(PLACES[:n_places]) for _ in range(n_places - len(APPLIANCES))]
         if all(p in OPENABLE for p in others):
             others[0] = PLACES[0]  # the lamp stands on something open
         self.contents = {f"{p} {i + 1}": [] for p in set(others) | set(APPLIANCES.values())
@@ -92,7 +92,7 @@ class House:
 
         self.category = rng.choice(list(GOALS))
         self.verb = next((v for v in APPLIANCES if f"_{v}_" in self.category), None)
-        types = list(OBJECTS)[:3 * n_objects]
+        types = list(OBJECTS)[:2 * n_objects]
         obj = rng.choice([t for t in types if self.verb is None or self.verb in OBJECTS[t]])
         self.goal = obj, kind(rng.choice(self.places))
         self.task = GOALS[self.category].format(obj=obj, dest=self.goal[1])
@@ -214,28 +214,30 @@ class House:
 
     # ---- the demonstrator
     def advice(self, forgetful=False):
-        """The next command of a player who knows only what is before it and looks through the places in their order.
+        """(thought, next command) of a player who knows only what is before it and looks through the places in their order.
         The forgetful one skips the washing, heating, cooling, the lamp and the second object, and then idles."""
         obj, dest = self.goal
-        here, seen = self.at, self.inside(self.at) if self.at else []
-        if forgetful and self.category != "look_at_obj_in_light" and self.placed(any_state=True):
-            return "look"
+        here, seen, held = self.at, self.inside(self.at) if self.at else [], self.holding and kind(self.holding)
+        look = self.category == "look_at_obj_in_light"
         later = self.places[self.places.index(here) + 1:] if here else []
-        onward = f"go to {(later or self.places)[0]}"
-        if self.holding is None:
-            done = kind(here) == dest and self.verb is None and self.category != "look_at_obj_in_light" if here else False
+        onward = f"open {here}" if here and self.closed(here) else f"go to {(later or self.places)[0]}"
+        drop = f"open {here}" if here and self.closed(here) else f"move {self.holding} to {here}"
+        if forgetful and not look and self.placed(any_state=True):
+            return "done", "look"
+        if held is None:
+            done = here and kind(here) == dest and self.verb is None and not look
             found = [o for o in seen if kind(o) == obj and not done]
-            return f"take {found[0]} from {here}" if found else f"open {here}" if here and self.closed(here) else onward
-        if kind(self.holding) != obj:
-            return f"open {here}" if self.closed(here) else f"move {self.holding} to {here}"
-        if self.category == "look_at_obj_in_light":
-            return f"examine {self.holding}" if forgetful else f"use {LAMP}" if LAMP in seen else onward
+            return f"find {obj}", f"take {found[0]} from {here}" if found else onward
+        if held != obj:
+            return f"drop {held}", drop
+        if look and forgetful:
+            return "done", f"examine {self.holding}"
+        if look:
+            return f"use {kind(LAMP)}", f"use {LAMP}" if LAMP in seen else onward
         if self.verb and DONE[self.verb] not in self.props.get(self.holding, ()) and not forgetful:
             tool = f"{APPLIANCES[self.verb]} 1"
-            return f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
-        if kind(here) == dest:
-            return f"open {here}" if self.closed(here) else f"move {self.holding} to {here}"
-        return f"go to {next(p for p in self.places if kind(p) == dest)}"
+            return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
+        return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
 
     def expert(self):
         """Commands that win from here, found by playing `advice` on a copy; None once the game is won or hopeless."""
@@ -244,7 +246,7 @@ class House:
                                          "opened": set(self.opened), "props": dict(self.props)}
         plan = []
         while not twin.won and len(plan) <= 8 * len(self.places):
-            plan.append(twin.advice())
+            plan.append(twin.advice()[1])
             twin.act(plan[-1])
             twin.won = twin.achieved()
         return plan if plan and twin.won else None
@@ -358,6 +360,7 @@ ANSWER = ("Reason about what to do next inside <think> </think>. Then give one o
 FIRST = "{role}\n{obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
 LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n{history}\n"
          "Step {now}. What you see: {obs}\n\nCommands that work now: [{commands}].\n\n{answer}")
+RESPONSE = "<think> {thought} </think> <action> {action} </action>"  # how the demonstrator answers
 PAST = "What you saw: {obs}\nWhat you did: {action}"
 FULL_FIRST = ("{role}\n{obs}\n\nThese commands always work: [{always}].\nOther commands that work now: [{commands}].\n\n{answer} "
               "Answer every later message in the same way.")
@@ -408,14 +411,13 @@ def parse_action(text, fallback):
 
 def phrases():
     """The fixed strings of the prompts and of the house's language: a word-level vocabulary for the tiny model."""
-    fixed = [part for t in (FIRST, LATER, PAST, FULL_FIRST, FULL_LATER, "', '") for part in re.split(r"\{\w+\}|\n", t)]
-    words = ("go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|to|with|a|put|put a|two|in|hot|at|under the "
-             "desklamp|You are in the middle of a room. Looking quickly around you, you see|Your task is to:|You arrive at|. The|. On the|"
-             ", you see|is closed|is open. In it|You open the|You close the|You pick up the|from the|You move the|to the|You clean the|"
-             "You heat the|You cool the|using the|You turn on the|Nothing happens.|You are carrying: a|You are not carrying anything.|"
-             "nothing|, a|, and a|You are facing the|. Next to it, you see nothing|This is a|There's nothing special about|<think>|"
-             "</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
-    return sorted({p.strip() for p in fixed + words + [ROLE, ANSWER]} - {""})
+    fixed = [part.strip(" .,:'[]") for t in (FIRST, LATER, PAST, FULL_FIRST, FULL_LATER) for part in re.split(r"\{\w+\}|\n", t)]
+    words = ("go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|from the|to|to the|with|using the|put|two|hot|in|"
+             "at|under the desklamp|You are in the middle of a room. Looking quickly around you, you see|Your task is to|You arrive at|"
+             "The|On the|you see|is closed|is open. In it|You open the|You close the|You pick up the|You move the|You clean the|You heat the|"
+             "You cool the|You turn on the|Nothing happens|You are carrying|You are not carrying anything|nothing|You are facing the|"
+             "Next to it|This is|find|drop|done|There's nothing special about|<think>|</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
+    return sorted({*fixed, *words, ROLE, ANSWER} - {""})
 
 
 def nouns():
@@ -425,20 +427,20 @@ def nouns():
 
 
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
-    """An episode of the expert: a list of (obs, info, label, executed). In the house, `forget` is the share of episodes
+    """An episode of the expert: a list of (obs, info, thought, label, executed). In the house, `forget` is the share of episodes
     played by the forgetful demonstrator (over soon after its failure), `noise` the share of steps at which a random
     command is executed in place of the label, so that mistakes and the way out of them are seen too."""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
     while True:
-        plan = [env.advice(forgetful)] if isinstance(env, House) else env.expert()
+        plan = [env.advice(forgetful)] if isinstance(env, House) else [("", c) for c in env.expert() or []]
         if not plan:
             return turns
-        label = plan[0]
-        idle = forgetful and [label] * 2 == [t[2] for t in turns[-2:]]
+        thought, label = plan[0]
+        idle = forgetful and ["done"] * 2 == [t[2] for t in turns[-2:]]
         executed = rng.choice(info["admissible"]) if rng.random() < noise else label
-        turns.append((obs, info, label, executed))
+        turns.append((obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
         if terminated or truncated or idle:
             return turns

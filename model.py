@@ -16,11 +16,13 @@ Shapes: N turns, B sequences, T tokens, M response tokens, V vocabulary, D width
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 # --------------------------------------------------------------------------------------- readouts (copy these alone)
@@ -281,14 +283,12 @@ def readout_at_start(lm, prompts):
 
 
 def tiny_tokenizer(phrases, nouns):
-    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is one token, a word it does
-    not know is spelled in letters, so that every ASCII string can be encoded; white space separates and is forgotten."""
-    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-
-    import re
+    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is one token, an unknown word
+    is spelled in letters, so that every ASCII string can be encoded. White space, commas, quotes and the like only separate
+    words and are forgotten, as are articles: half as many tokens to read."""
     fixed = sorted(phrases, key=len, reverse=True)
-    edge = lambda p: (r"(?<![A-Za-z])" if p[0].isalpha() else "") + re.escape(p).replace("'", r"\'") + (r"(?![A-Za-z])" if p[-1].isalpha() else "")
-    pattern = "|".join([*map(edge, fixed), r"[A-Za-z]+ \d+", r"[A-Za-z]+", r"\d+", r"\S"])
+    edge = lambda p: (r"(?<![A-Za-z])" if p[0].isalpha() else "") + re.escape(p) + (r"(?![A-Za-z])" if p[-1].isalpha() else "")
+    pattern = "|".join([*map(edge, fixed), r"[A-Za-z]+ \d+", r"(?<![A-Za-z])(?!(?:a|an|and|the)(?![A-Za-z]))[A-Za-z]+", r"\d+", r"[^\s\w.,:;'\"\[\]]"])
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     letters = [chr(c) for c in range(32, 127)]
     vocab = {w: i for i, w in enumerate(dict.fromkeys(control + letters + sorted(nouns) + sorted(fixed) + [str(n) for n in range(100)]))}
@@ -304,8 +304,8 @@ def tiny_tokenizer(phrases, nouns):
 def tiny(phrases, nouns, seed=0):
     """A randomly initialised Qwen2 with about 0.2 M parameters. Embeddings are untied, the rows of w+ and w- zero: V = Q = 0."""
     tokenizer = tiny_tokenizer(phrases, nouns)
-    config = Qwen2Config(vocab_size=len(tokenizer) + 2, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16384, tie_word_embeddings=False,
+    config = Qwen2Config(vocab_size=len(tokenizer) + 2, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, max_position_embeddings=16384, tie_word_embeddings=False,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
                          rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     with torch.random.fork_rng(devices=[]):

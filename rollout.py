@@ -135,6 +135,9 @@ class Sampler:
             raise ValueError(f"the kv engine serves full attention only; this model has {', '.join(sorted(unsuited))}: use --engine hf")
         self.lm, self.engine, self.context, self.max_new, self.temperature = lm, engine, context, max_new, temperature
         self.tokens_encoded = self.tokens_sampled = 0
+        self.forget()
+
+    def forget(self):
         self.cache, self.rows = KVCache(), {}  # --context full: name -> (row, tokens that have been encoded)
 
     @torch.no_grad()
@@ -168,7 +171,7 @@ class Sampler:
     def prefill(self, names, sequences):
         """Encodes what is new of every sequence -> cache, hidden state of each last token (R, D), lengths (R,)."""
         if self.context == "window":
-            self.cache, self.rows = KVCache(), {}
+            self.forget()
         old = [self.rows.get(name, (0, 0)) for name in names]
         if [row for row, _ in old] != list(range(len(self.rows))):  # episodes ended or joined
             self.cache = self.cache.select(torch.tensor([row for row, _ in old], device=self.lm.device))
@@ -281,6 +284,7 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, history=2, max_promp
     trajs = list(range(len(tasks))) if trajs is None else list(trajs)
     limit = min(max_context or lm.max_length, lm.max_length) - sampler.max_new
     limit = min(limit, max_prompt) if sampler.context == "window" else limit
+    sampler.forget()
     for traj, task in zip(trajs, tasks):
         pool.start(traj, task)
     episodes = {traj: envs.Episode(*answer) for traj, answer in zip(trajs, pool.gather(trajs))}

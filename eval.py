@@ -1,0 +1,210 @@
+"""The paper's table and curves, from any checkpoint.
+
+    python eval.py --model runs/house-tiny-0                             a run of train.py: its final model, its environment
+    python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
+    python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: every seed thin, the mean thick
+
+Every game of the split is played exactly once (--repeats: so many times), in sorted order; success is printed in the paper's
+columns with n and a 95 % Wilson interval. Writes OUT (a JSON report) and beside it one line per episode (.jsonl).
+
+Departure from the paper: it draws its test games with replacement (128 draws hold about 84 of valid_seen's 140 games).
+"""
+import argparse
+import json
+import math
+import os
+import sys
+
+import numpy as np
+from tqdm import tqdm
+
+import envs
+from model import load
+from rollout import Sampler, rollout
+
+SIDE_BY_SIDE = 128  # games played at once
+
+
+def play(sampler, games, pool, *, seed=0, first=0, history=2, max_prompt=2048, max_context=None, title="evaluation", quiet=False):
+    """Plays every game once -> a record each: task, category, won, score, turns, and what was said and done. `first` numbers the
+    games; a game's random numbers depend on (seed, its number) alone."""
+    records = []
+    with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
+        for at in range(0, len(games), SIDE_BY_SIDE):
+            part = games[at:at + SIDE_BY_SIDE]
+            pool.load(part)
+            turns = rollout(sampler, part, pool, seed=(seed, 0, 5), trajs=range(first + at, first + at + len(part)), history=history,
+                            max_prompt=max_prompt, max_context=max_context, bar=bar)
+            for traj in dict.fromkeys(t.traj for t in turns):
+                mine = [t for t in turns if t.traj == traj]
+                records.append({"task": mine[-1].task, "category": envs.CATEGORIES.get(mine[-1].category, mine[-1].category),
+                                "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated,
+                                "valid_actions": float(np.mean([not t.invalid for t in mine])),
+                                "actions": [t.action for t in mine], "responses": [t.text for t in mine]})
+    return records
+
+
+def wilson(k, n):
+    """95 % interval of a share k / n: honest near 0 and 1, where the usual +- is not."""
+    if n == 0:
+        return 0.0, 1.0
+    z, p = 1.96, k / n
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
+def report(records):
+    """Success with n and interval, and by category."""
+    def share(rows):
+        won = sum(r["won"] for r in rows)
+        return {"success": won / max(1, len(rows)), "n": len(rows), "interval": [round(x, 4) for x in wilson(won, len(rows))]}
+
+    categories = {c: [r for r in records if r["category"] == c] for c in envs.CATEGORIES.values()}
+    return share(records) | {"by_category": {c: share(rows) for c, rows in categories.items() if rows},
+                             "turns": float(np.mean([r["turns"] for r in records])) if records else 0.0}
+
+
+def table(rows):
+    """{title: report} -> the paper's columns as text."""
+    names = list(envs.CATEGORIES.values())
+    width = max(map(len, rows)) + 2
+    lines = [" " * width + "".join(f"{c:>8}" for c in names) + f"{'All':>8}{'n':>6}   95 %"]
+    for title, r in rows.items():
+        cells = [f"{100 * r['by_category'][c]['success']:8.1f}" if c in r["by_category"] else f"{'-':>8}" for c in names]
+        low, high = r["interval"]
+        lines.append(f"{title:{width}}" + "".join(cells) + f"{100 * r['success']:8.1f}{r['n']:6}   {100 * low:.1f}-{100 * high:.1f}")
+    return "\n".join(lines)
+
+
+def spaced(ids, limit):
+    """`limit` of the ids, evenly spaced, so that every category keeps its share; all where limit is 0."""
+    return ids if not limit or limit >= len(ids) else [ids[i * len(ids) // limit] for i in range(limit)]
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def read_run(folder):
+    """-> (config, lines of metrics.jsonl). ValueError where there are none."""
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            config = json.load(file)
+        with open(os.path.join(folder, "metrics.jsonl")) as file:
+            lines = [json.loads(line) for line in file]
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} is no finished or running run of train.py: {error}") from None
+    if not lines:
+        raise ValueError(f"{folder}/metrics.jsonl has no line yet")
+    return config, lines
+
+
+PANELS = {"success": "success of the rollouts", "v_explained_variance": "explained variance of V",
+          "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
+
+
+def plot(folders, path):
+    """Runs that differ in nothing but their seed share a colour."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = {}
+    for folder in folders:
+        config, lines = read_run(folder)
+        same = {k: v for k, v in config.items() if k not in ("seed", "out", "git", "versions")}
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append((config, lines))
+    fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
+    for n, runs in enumerate(groups.values()):
+        config = runs[0][0]
+        label = f"{config['model']} on {config['env']}, {config['context']}" + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+        for ax, (key, title) in zip(axes, PANELS.items()):
+            curves = [[line[key] for line in lines] for _, lines in runs]
+            for curve in curves:
+                ax.plot(range(1, len(curve) + 1), curve, color=f"C{n}", linewidth=0.8, alpha=0.4 if len(runs) > 1 else 1)
+            if len(runs) > 1:
+                shortest = min(map(len, curves))
+                ax.plot(range(1, shortest + 1), np.mean([c[:shortest] for c in curves], 0), color=f"C{n}", linewidth=2.4, label=label)
+            else:
+                ax.lines[-1].set_label(label)
+            ax.set(title=title, xlabel="iteration")
+            ax.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend(fontsize=8)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Success by category, from a run, a folder or a hub id; or curves (--plot).", allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", help="a run of train.py, a model folder, a hub id or a bare name; tiny is an untrained model")
+    add("--env", help="house or alfworld (default: the run's, else house)")
+    add("--split", help="default: test (house), valid_seen (alfworld)")
+    add("--data", help="alfworld: the folder that holds json_2.1.1")
+    add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
+    add("--repeats", type=int, default=1, help="times every game is played")
+    add("--temperature", type=float, default=0.4, help="0 is greedy")
+    add("--out", help="the report (default: eval-SPLIT.json in the run, else eval.json); episodes go to .jsonl beside it")
+    add("--seed", type=int, default=0)
+    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("horizon", int, "turns an episode may take"),
+                             ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
+                             ("max_prompt", int, "tokens a window prompt may take"), ("max_context", int, "tokens a conversation may take"),
+                             ("places", int, "house: its size"), ("objects", int, "house: its size"), ("workers", int, "processes that play")):
+        add(f"--{name}", type=kind, help=f"{text} (default: the run's)")
+    add("--plot", nargs="+", metavar="RUN", help="draw the curves of these runs in one figure (--out, default curves.png) and stop")
+    args = parser.parse_args()
+    try:
+        if args.plot:
+            plot(args.plot, args.out or "curves.png")
+            return print(f"wrote {args.out or 'curves.png'}")
+        evaluate(args)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        sys.exit(f"eval.py: {error}")
+
+
+def evaluate(args):
+    if not args.model:
+        raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
+    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512, "max_prompt": 2048}
+    folder = args.model
+    is_run = os.path.isfile(os.path.join(folder, "config.json")) and os.path.isdir(os.path.join(folder, "final"))
+    if is_run:
+        with open(os.path.join(folder, "config.json")) as file:
+            run |= json.load(file)
+        folder = os.path.join(folder, "final")
+    setting = run | {k: v for k, v in vars(args).items() if v is not None}
+    env = setting["env"]
+    names = ("places", "objects", "horizon") if env == "house" else ("data", "horizon")
+    options = {k: setting[k] for k in names if setting.get(k) is not None and (k != "horizon" or args.horizon or run["env"] == env)}
+    for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
+        if setting[name] < least:
+            raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
+    split = args.split or ("test" if env == "house" else "valid_seen")
+    games = spaced(envs.tasks(env, split, **options), args.limit)
+    envs.make_env(env, **options)
+    lm = load(folder, words=(envs.phrases(), envs.nouns()))
+    workers = setting.get("workers")
+    pool = envs.Pool(env, options, (0 if env == "house" else min(16, os.cpu_count())) if workers is None else workers)
+    sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
+    out = args.out or (os.path.join(args.model, f"eval-{split}.json") if is_run else "eval.json")
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    records = []
+    for n in range(args.repeats):
+        records += [{"repeat": n} | r for r in play(
+            sampler, games, pool, seed=args.seed + n, history=setting["history"], max_prompt=setting["max_prompt"],
+            max_context=setting.get("max_context"), title=f"{env} {split}")]
+    pool.close()
+    result = report(records) | {"model": args.model, "env": env, "split": split, "temperature": args.temperature, "repeats": args.repeats}
+    with open(out, "w") as file:
+        json.dump(result, file, indent=1)
+    with open(os.path.splitext(out)[0] + ".jsonl", "w") as file:
+        file.writelines(json.dumps(r) + "\n" for r in records)
+    print(table({f"{os.path.basename(args.model.rstrip('/'))}, {split}, T = {args.temperature:g}": result}))
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

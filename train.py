@@ -1,0 +1,623 @@
+"""Algorithm 1: one causal language model learns to act, and to value, from one rollout per task.
+
+    python train.py                                                        a tiny model, an embedded house, minutes on a laptop
+    python train.py --env alfworld --model Qwen2.5-1.5B-Instruct           the paper's setting, on one GPU
+    torchrun --nproc_per_node=2 train.py ...                               tasks are split over the ranks
+
+`Config` is every setting, with the paper's symbol; every field is a flag. `train` is the loop. What is said over a batch
+(advantage statistics, loss denominators, gradients, metrics) is global over the ranks: one or many compute the same.
+
+Departures from the paper: `imitate`, an optional phase before Algorithm 1 for a model that knows no language yet; off for
+pretrained models. The paper's framework also clips negative advantages a second time (dual clip); the paper's Eq. 9 does not, nor do we.
+
+Writes to RUN (--out): config.json, metrics.jsonl (a line an iteration), transcripts/, checkpoint/, final/ (a Hugging Face
+folder), eval.json, eval.jsonl, curves.png.
+"""
+import argparse
+import copy
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from tqdm import tqdm
+
+import envs
+import eval as evaluation
+from model import Batch, load, make_batch, readout_at_start, restricted_log_softmax
+from rollout import Sampler, make_samples, rollout
+from sapo import explained_variance, normalize_advantages, sapo_loss, turn_targets
+
+
+@dataclass(frozen=True)
+class Config:
+    """The paper's setting where it is known, the framework's it builds on (docs of verl-agent) where the paper is silent."""
+
+    env: str = "house"  # house or alfworld
+    model: str = "tiny"  # tiny, a hub id, a bare name such as Qwen2.5-1.5B-Instruct, or a folder
+    data: str = None  # alfworld: the folder that holds json_2.1.1
+    out: str = None  # the run's folder; default runs/ENV-MODEL-SEED
+    seed: int = 0
+    iterations: int = 150
+    tasks: int = 128  # |B|: tasks an iteration, one trajectory each
+    context: str = "window"  # window: each turn its own prompt; full: the conversation grows
+    engine: str = "kv"  # kv: our own sampler; hf: generate
+    history: int = 2  # turns shown in a window prompt
+    horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld
+    places: int = 5  # house: its size
+    objects: int = 4
+    max_new: int = 512  # tokens a response may take
+    max_prompt: int = 2048  # tokens a window prompt may take
+    max_context: int = None  # tokens a conversation may take; default the model's limit
+    workers: int = None  # processes that play; default none for house, one per core (at most 16) for alfworld
+
+    gamma: float = 0.95  # discount per turn
+    lam: float = 0.95  # lambda of GAE over turns, Eq. 5
+    r_max: float = 10.0  # R_max, Eq. 2: returns lie in [-R_max, R_max]
+    tau_v: float = 1.0  # value temperature, Eq. 1
+    value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
+    c_inv: float = 0.1  # charge on a turn that cannot be parsed, Eq. 7
+    eps_adv: float = 1e-8  # Eq. 7
+    clip: float = 0.2  # epsilon, Eq. 9
+    clip_v: float = 0.2  # epsilon_V, Eq. 10
+    clip_q: float = 0.2  # epsilon_Q
+    c_v: float = 0.5  # Eq. 12
+    c_q: float = 0.25
+    beta: float = 0.01  # weight of the KL to the model SAPO started from
+    c_h: float = 0.001  # weight of the entropy
+
+    lr: float = 1e-6
+    lr_rise: int = 0  # optimizer steps over which lr rises from 0
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    mini_batch: int = 256  # turns an optimizer step
+    epochs: int = 1
+    tokens_per_micro_batch: int = 32768  # padded tokens a forward pass
+
+    warmup: int = None  # imitation: at most so many steps; default: tiny in the house starts from START, all else without
+    warmup_lr: float = 1e-5
+    warmup_batch: int = 64  # turns a step
+    warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
+    warmup_until: float = 0.98  # ... and no more once this share of sampled actions is admissible
+    forget: float = 0.8  # share of demonstrations by the forgetful demonstrator (house)
+    noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house)
+
+    eval_games: int = None  # games played before and after; default 192 (house), all of valid_seen but no more than a small --tasks
+    eval_temperature: float = 0.4
+    save_every: int = 10  # iterations between checkpoints
+    log: str = None  # tensorboard or wandb
+
+
+TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 7e-4, "lr_rise": 20, "mini_batch": 128, "tokens_per_micro_batch": 4096,
+        "warmup_lr": 4e-3, "warmup_text": 0.1}
+
+
+START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tiny-house")  # made by: python train.py --warmup 5000 --iterations 0
+
+
+def parse_config(argv=None):
+    """Flags -> Config. What --model tiny needs differently stands in TINY; a flag beats both."""
+    parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    for f in dataclasses.fields(Config):
+        options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"type": f.type}
+        parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=f"default: {f.default}", **options)
+    given = vars(parser.parse_args(argv))
+    model, env = given.get("model", Config.model), given.get("env", Config.env)
+    config = Config(**(TINY if model == "tiny" else {}) | given)
+    small = config.tasks if config.tasks < 64 else 0
+    defaults = {"out": f"runs/{env}-{os.path.basename(model.rstrip('/'))}-{config.seed}", "horizon": 20 if env == "house" else 50,
+                "workers": 0 if env == "house" else min(16, os.cpu_count()), "eval_games": 192 if env == "house" else small}
+    config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
+    check(config)
+    return config
+
+
+def check(config):
+    """Refuses impossible settings before anything is loaded."""
+    least = dict(iterations=0, tasks=1, history=0, horizon=1, max_new=1, max_prompt=1, max_context=1, workers=0, mini_batch=1, epochs=1,
+                 tokens_per_micro_batch=1, warmup=0, warmup_batch=1, lr_rise=0, save_every=1, eval_games=0, seed=0)
+    for name, low in least.items():
+        if getattr(config, name) is not None and getattr(config, name) < low:
+            raise ValueError(f"--{name} must be at least {low}, got {getattr(config, name)}")
+    for name in ("r_max", "tau_v", "lr", "clip", "clip_v", "clip_q", "grad_clip", "warmup_lr"):
+        if not 0 < getattr(config, name) < float("inf"):
+            raise ValueError(f"--{name} must be a positive number, got {getattr(config, name)}")
+    for name in ("eps_adv", "c_inv", "c_v", "c_q", "beta", "c_h", "weight_decay", "warmup_text", "eval_temperature"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            raise ValueError(f"--{name} must not be negative, got {getattr(config, name)}")
+    for name in ("gamma", "lam", "forget", "noise", "warmup_until"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"--{name} must lie in [0, 1], got {getattr(config, name)}")
+    for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb"))):
+        if getattr(config, name) not in options:
+            raise ValueError(f"unknown --{name} {getattr(config, name)!r}; known: {', '.join(o for o in options if o)}")
+    if config.log and importlib.util.find_spec(config.log) is None:
+        raise ValueError(f"--log {config.log}: that package is not installed (pip install {config.log})")
+    envs.make_env(config.env, **env_options(config))
+    envs.tasks(config.env, "train", **env_options(config))
+
+
+def env_options(config):
+    if config.env == "house":
+        return {"places": config.places, "objects": config.objects, "horizon": config.horizon}
+    return {"data": config.data, "horizon": config.horizon}
+
+
+# ----------------------------------------------------------------------------------------------------- several ranks
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(items):
+    """Every rank's list, joined in the order of ranks."""
+    if world() == 1:
+        return items
+    lists = [None] * world()
+    dist.all_gather_object(lists, items)
+    return [x for part in lists for x in part]
+
+
+def sum_gradients(model):
+    """Losses are sums over global denominators, so the gradient of the whole mini-batch is the plain sum over ranks."""
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if world() > 1:
+                dist.all_reduce(p.grad)
+
+
+# ------------------------------------------------------------------------------------------------------- Algorithm 1
+
+
+@dataclass
+class Chunk:
+    """What one forward pass takes: padded sequences, which turns they are, and what Eq. 12 needs beside the model."""
+
+    batch: Batch
+    turns: list
+    old: tuple = None  # logp (B, T), p_v (N,), p_q (N,) by the rollout policy
+    logp_ref: torch.Tensor = None
+    adv: torch.Tensor = None  # (N,) each
+    y_v: torch.Tensor = None
+    y_q: torch.Tensor = None
+
+
+def micro_batches(samples, budget):
+    """[(ids, spans, ...)] -> lists of samples of like length whose padded size stays below `budget` tokens."""
+    groups = []
+    for sample in sorted(samples, key=lambda s: len(s[0])):
+        if not groups or (len(groups[-1]) + 1) * len(sample[0]) > budget:
+            groups.append([])
+        groups[-1].append(sample)
+    return groups
+
+
+def mini_batches(turns, config, iteration):
+    """Shuffles all ranks' samples alike and cuts them into mini-batches of about config.mini_batch turns. -> for each, this
+    rank's chunks (perhaps none)."""
+    samples, mine, n = make_samples(turns, config.context), {}, 0
+    for ids, spans in samples:
+        mine[turns[n].traj, turns[n].turn] = (ids, spans, turns[n:n + len(spans)])
+        n += len(spans)
+    sizes = sorted(gather([(key, len(s[1])) for key, s in mine.items()]))
+    order = np.random.default_rng([config.seed, iteration, 1]).permutation(len(sizes))
+    plan, filled = [[]], 0
+    for i in order:
+        if filled >= config.mini_batch:
+            plan, filled = plan + [[]], 0
+        plan[-1].append(sizes[i][0])
+        filled += sizes[i][1]
+    return [[Chunk(make_batch([s[:2] for s in group]), [t for s in group for t in s[2]])
+             for group in micro_batches([mine[k] for k in keys if k in mine], config.tokens_per_micro_batch)] for keys in plan]
+
+
+@torch.no_grad()
+def evaluate_old(lm, chunks):
+    """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs."""
+    for c in chunks:
+        c.batch = c.batch.to(lm.device)
+        logp, _, p_v, p_q = lm.score(c.batch)
+        c.old = logp, p_v, p_q  # SAPO: no second model is run
+
+
+@torch.no_grad()
+def evaluate_reference(reference, chunks):
+    for c in chunks:
+        c.logp_ref = reference.score(c.batch)[0]
+
+
+def set_targets(chunks, config, device):
+    """Algorithm 1, lines 4 and 5. Statistics are taken over all turns of the iteration. -> old V, Q and returns (N,), for the log."""
+    turns = [t for c in chunks for t in c.turns]
+    column = lambda values, dtype=torch.float32: torch.tensor(list(values), dtype=dtype, device=device)
+    traj, turn = column((t.traj for t in turns), torch.long), column((t.turn for t in turns), torch.long)
+    reward, done = column(t.reward for t in turns), column(t.done for t in turns)
+    p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column(()) for i in (1, 2))
+    adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
+    adv = normalize_advantages(adv, invalid=column(t.invalid for t in turns), c_inv=config.c_inv, eps=config.eps_adv,
+                               group=dist.group.WORLD if world() > 1 else None)  # SAPO: one rollout per task, one mean for all
+    sizes = [len(c.turns) for c in chunks]
+    for c, *parts in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
+        c.adv, c.y_v, c.y_q = parts
+    returns, _, _ = turn_targets(traj, turn, reward, done, torch.zeros_like(reward), torch.zeros_like(reward), gamma=config.gamma, lam=1.0)
+    return config.r_max * p_v, config.r_max * p_q, returns
+
+
+def update(lm, optimizer, schedule, chunks, config):
+    """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers; a non-finite step is not taken."""
+    counts = torch.tensor([sum(c.batch.mask.sum().item() for c in chunks), sum(len(c.turns) for c in chunks)], dtype=torch.float64,
+                          device=lm.device)
+    if world() > 1:
+        dist.all_reduce(counts)
+    tokens, turns = counts.clamp(min=1).tolist()
+    optimizer.zero_grad(set_to_none=True)
+    infos = []
+    for c in chunks:
+        logp, entropy, p_v, p_q = lm.score(c.batch)
+        logp_old, p_v_old, p_q_old = c.old
+        loss, info = sapo_loss(
+            logp, entropy, p_v, p_q, logp_old=logp_old, logp_ref=c.logp_ref, adv=c.batch.spread(c.adv), mask=c.batch.mask,
+            p_v_old=p_v_old, p_q_old=p_q_old, y_v=c.y_v / config.r_max, y_q=c.y_q / config.r_max, clip=config.clip, clip_v=config.clip_v,
+            clip_q=config.clip_q, c_v=config.c_v, c_q=config.c_q, beta=config.beta, c_h=config.c_h, tokens=tokens, turns=turns)
+        loss.backward()
+        infos.append({k: float(x) for k, x in info.items()})
+    sum_gradients(lm.model)
+    norm = torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
+    infos = gather(infos)
+    out = {k: (max if k.endswith("_max") else sum)(i[k] for i in infos) for k in infos[0]} | {"grad_norm": float(norm), "skipped": 0}
+    if np.isfinite(out["loss"]) and np.isfinite(out["grad_norm"]):
+        optimizer.step()
+        schedule.step()
+    else:
+        out["skipped"] = 1
+    return out
+
+
+def optimizer_for(lm, config, lr, rise):
+    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=lr, weight_decay=config.weight_decay, fused=lm.device.type == "cuda")
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, rise)))
+
+
+def pick_tasks(ids, config, iteration):
+    """This iteration's tasks: every game once per pass over the games, in an order drawn anew for each pass."""
+    start = iteration * config.tasks
+    order = lambda epoch: np.random.default_rng([config.seed, epoch, 2]).permutation(len(ids))
+    return [ids[order(n // len(ids))[n % len(ids)]] for n in range(start, start + config.tasks)]
+
+
+def train(lm, pool, config, log):
+    """Algorithm 1."""
+    sampler = Sampler(lm, config.engine, config.context, config.max_new)
+    reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None
+    optimizer, schedule = optimizer_for(lm, config, config.lr, config.lr_rise)
+    ids = envs.tasks(config.env, "train", **env_options(config))
+    bar = tqdm(range(config.iterations), desc="SAPO", disable=rank() > 0)
+    failed = 0
+    for iteration in bar:
+        clock = Clock(pool)
+        games = pick_tasks(ids, config, iteration)
+        mine = range(rank(), len(games), world())
+        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, 0), trajs=mine, history=config.history,
+                        max_prompt=config.max_prompt, max_context=config.max_context)  # line 2  # SAPO: one trajectory per task
+        clock.lap("rollout")
+        pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
+        batches = mini_batches(turns, config, iteration)
+        chunks = [c for chunk_list in batches for c in chunk_list]
+        evaluate_old(lm, chunks)  # line 3
+        clock.lap("old")
+        if reference:
+            evaluate_reference(reference, chunks)
+        clock.lap("ref")
+        values = set_targets(chunks, config, lm.device)  # lines 4 and 5
+        steps = [update(lm, optimizer, schedule, b, config) for _ in range(config.epochs) for b in batches]  # lines 6 and 7
+        clock.lap("update")
+        metrics = summary(iteration, turns, values, steps, sampler, clock)
+        log(metrics, turns)
+        bar.set_postfix_str(f"success {metrics['success']:.0%}, turns {metrics['turns'] / config.tasks:.1f}, V explains {metrics['v_explained_variance']:.0%}")
+        failed = failed + 1 if metrics["skipped"] == len(steps) else 0
+        if failed == 5:
+            raise RuntimeError("five iterations in a row had no finite step; lower --lr, or look at the losses in metrics.jsonl")
+
+
+# ------------------------------------------------------------------------------------------------------------- logging
+
+
+class Clock:
+    """Seconds since the last lap, by name; time_env is the part of the rollout spent waiting for games."""
+
+    def __init__(self, pool):
+        self.pool, self.env, self.start, self.last, self.laps = pool, pool.seconds, time.time(), time.time(), {}
+
+    def lap(self, name):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.time()
+        self.laps[f"time_{name}"], self.last = now - self.last, now
+        if name == "rollout":
+            self.laps["time_env"] = self.pool.seconds - self.env
+
+    def total(self):
+        return self.laps | {"time_total": time.time() - self.start}
+
+
+def summary(iteration, turns, values, steps, sampler, clock):
+    """One line of metrics.jsonl, over all ranks."""
+    v, q, returns = (torch.tensor(gather(x.tolist())) for x in values)
+    rows = gather([(t.won, t.category, t.done, t.truncated, t.invalid, t.admissible, len(t.action_ids)) for t in turns])
+    ends = [r for r in rows if r[2]]
+    mean = lambda xs: float(np.mean(xs)) if len(xs) else 0.0
+    encoded, sampled = (sum(gather([n])) for n in (sampler.tokens_encoded, sampler.tokens_sampled))
+    sampler.tokens_encoded = sampler.tokens_sampled = 0
+    out = {"iteration": iteration, "episodes": len(ends), "success": mean([r[0] for r in ends])}
+    by_category = {name: [r[0] for r in ends if r[1] == c] for c, name in envs.CATEGORIES.items()}
+    out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
+    out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled, "truncated": mean([r[3] for r in ends]),
+            "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
+    for k in steps[0]:
+        numbers = [s[k] for s in steps]
+        out[k] = max(numbers) if k.endswith("_max") else sum(numbers) if k == "skipped" else float(np.mean(numbers))
+    out |= {"v_mean": v.mean().item(), "q_mean": q.mean().item(), "return_mean": returns.mean().item(),
+            "v_explained_variance": explained_variance(v, returns), "q_explained_variance": explained_variance(q, returns)}
+    return out | clock.total()
+
+
+def transcript(turns, names):
+    """A trajectory as text; what the policy sampled stands between >>> and <<<."""
+    out = [f"task {turns[0].task} ({names.get(turns[0].category, turns[0].category)}): " + ("won" if turns[-1].won else "not won")]
+    for t in turns:
+        note = "".join(f", {w}" for w, is_so in (("no valid tags", t.invalid), ("inadmissible", not t.admissible), ("truncated", t.truncated)) if is_so)
+        out.append(f"\n--- turn {t.turn + 1}: V {t.v:.2f}, Q {t.q:.2f}, reward {t.reward:g}{note}\n{t.prompt}\n>>> {t.text} <<<")
+    return "\n".join(out) + "\n"
+
+
+class Log:
+    """metrics.jsonl, transcripts/, checkpoint/, and one optional dashboard."""
+
+    def __init__(self, lm, config):
+        self.lm, self.config, self.writer = lm, config, None
+        if rank() > 0:
+            return
+        os.makedirs(f"{config.out}/transcripts", exist_ok=True)
+        if config.log == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            self.writer = SummaryWriter(config.out).add_scalar
+        elif config.log == "wandb":
+            import wandb
+            run = wandb.init(project="sapo", name=os.path.basename(config.out), config=dataclasses.asdict(config))
+            self.writer = lambda key, value, step: run.log({key: value}, step=step)
+
+    def __call__(self, metrics, turns):
+        if rank() > 0:
+            return
+        n, config = metrics["iteration"], self.config
+        with open(f"{config.out}/metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if self.writer:
+            for key, value in (metrics | {f"success/{c}": x for c, x in metrics["success_by_category"].items()}).items():
+                if isinstance(value, (int, float)):
+                    self.writer(key, value, n)
+        if n % config.save_every == 0 or n == config.iterations - 1:
+            first = [t for t in turns if t.traj == turns[0].traj]
+            with open(f"{config.out}/transcripts/{n:04d}.txt", "w") as file:
+                file.write(transcript(first, envs.CATEGORIES))
+        if (n + 1) % config.save_every == 0 and n + 1 < config.iterations:
+            save_folder(self.lm, f"{config.out}/checkpoint")
+
+
+def save_folder(lm, path):
+    """Written beside and renamed: a kill leaves the old one or the new one."""
+    subprocess.run(["rm", "-rf", path + ".new"], check=True)
+    lm.save(path + ".new")
+    if os.path.isdir(path):
+        os.rename(path, path + ".old")
+    os.rename(path + ".new", path)
+    subprocess.run(["rm", "-rf", path + ".old"], check=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- imitation
+
+
+def demonstrations(lm, pool, tasks, seed, context, config):
+    """Expert episodes as training samples [(ids, spans)]. Steps at which the demonstrator's hand slipped are shown with what
+    should have been done (window) or not trained on (full: the slip is part of the conversation)."""
+    names = [("demonstration", i) for i in range(len(tasks))]
+    for name, task in zip(names, tasks):
+        pool.demo(name, task, seed, config.forget, config.noise)
+    samples = []
+    for turns in pool.gather(names):
+        episode, ids, spans = envs.Episode(*turns[0][:2]), [], []
+        for n, (obs, info, thought, label, executed) in enumerate(turns):
+            if n:
+                episode.took(turns[n - 1][4], obs, info)
+            text = envs.RESPONSE.format(thought=thought, action=label if context == "window" else executed)
+            response = lm.tokenizer(text, add_special_tokens=False).input_ids + [lm.chat.later("-")[0]]
+            if context == "window":
+                ids, spans = lm.chat.first(episode.window_prompt(config.history)), []
+            else:
+                ids = ids + (lm.chat.later(episode.full_prompt(), ids[-1]) if n else lm.chat.first(episode.full_prompt()))
+            if context == "window" or executed == label:
+                spans.append((len(ids), len(ids) + len(response)))
+            ids = ids + response
+            if spans and (context == "window" or n == len(turns) - 1):
+                samples.append((ids, spans))
+    return samples
+
+
+def imitation_loss(lm, batch, text_weight):
+    """Summed cross-entropy of the responses, and text_weight times that of all other text: a model that has no language
+    learns its commands sooner when it learns to predict what it reads. -> (loss, tokens)"""
+    hidden = lm.body(batch.ids, use_cache=False)
+    weight = torch.where(batch.mask, 1.0, text_weight * (batch.ids != 0))[:, 1:]
+    b, t = weight.nonzero(as_tuple=True)
+    logp = restricted_log_softmax(lm.logits(hidden[b, t]), lm.value_ids).gather(1, batch.ids[b, t + 1][:, None])[:, 0]
+    return -(weight[b, t] * logp).sum(), batch.mask.sum().item()
+
+
+def imitate(lm, pool, config):
+    """Before Algorithm 1, for a model that cannot speak yet: steps on demonstrations until nearly all actions it samples in games
+    it has not seen are admissible, or --warmup steps are done. A wrong decision is repaired quickly by sparse reward, a
+    wrong word slowly. The tiny model learns both contexts, so that one start serves either."""
+    optimizer, _ = optimizer_for(lm, config, config.warmup_lr, 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=config.warmup, pct_start=0.05, cycle_momentum=False)
+    ids = envs.tasks(config.env, "train", **env_options(config))
+    practice, probe = ids[:-64], ids[-64:]
+    contexts = ("window", "full") if config.model == "tiny" else (config.context,)
+    bar = tqdm(range(config.warmup), desc="imitation", disable=rank() > 0)
+    stock = {context: [] for context in contexts}
+    for step in bar:
+        context = contexts[step % len(contexts)]
+        while sum(len(spans) for _, spans in stock[context]) < 4 * config.warmup_batch:
+            rng = np.random.default_rng([config.seed, step, len(stock[context]), 3])
+            stock[context] += demonstrations(lm, pool, [practice[i] for i in rng.choice(len(practice), 32)], step, context, config)
+            rng.shuffle(stock[context])
+        batch = []
+        while sum(len(spans) for _, spans in batch) < config.warmup_batch:
+            batch.append(stock[context].pop())
+        said = sum(end - start for _, spans in batch for start, end in spans)
+        optimizer.zero_grad(set_to_none=True)
+        for group in micro_batches(batch, config.tokens_per_micro_batch)[rank()::world()]:
+            loss, _ = imitation_loss(lm, make_batch(group).to(lm.device), config.warmup_text)
+            (loss / said).backward()
+        sum_gradients(lm.model)
+        torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 200 == 0:
+            shares = []
+            for context in contexts:
+                turns = rollout(Sampler(lm, config.engine, context, config.max_new), probe, pool, seed=(config.seed, step, 4),
+                                history=config.history, max_prompt=config.max_prompt, max_context=config.max_context)
+                shares.append(float(np.mean([t.admissible for t in turns])))
+            bar.set_postfix_str(f"loss {loss.item() / said:.3f}, admissible {min(shares):.1%}, success {np.mean([t.won for t in turns if t.done]):.0%}")
+            if min(shares) >= config.warmup_until:
+                return
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def versions():
+    """What a run was made with: git commit, packages, hardware."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
+    return {"git": git.stdout.strip() or None, "versions": {
+        "python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__, "ranks": world(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"}}
+
+
+def evaluate(lm, pool, config):
+    """Held-out games at the evaluation's temperature and at 1 -> {temperature: report}."""
+    ids = evaluation.spaced(envs.tasks(config.env, "test" if config.env == "house" else "valid_seen", **env_options(config)), config.eval_games)
+    out = {}
+    for temperature in dict.fromkeys((config.eval_temperature, 1.0)):
+        sampler = Sampler(lm, config.engine, config.context, config.max_new, temperature)
+        per_rank = -(-len(ids) // world())
+        first = rank() * per_rank
+        records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, history=config.history,
+                                         max_prompt=config.max_prompt, max_context=config.max_context, quiet=rank() > 0))
+        out[temperature] = records, evaluation.report(records)
+    return out
+
+
+def write_evaluation(before, after, config):
+    """eval.json: success and success_before (the same games) with n, interval and categories; eval.jsonl: every episode."""
+    t = config.eval_temperature
+    short = lambda r: {c: x["success"] for c, x in r["by_category"].items()}
+    out = {"env": config.env, "temperature": t, "n": after[t][1]["n"], "success": after[t][1]["success"], "interval": after[t][1]["interval"],
+           "success_by_category": short(after[t][1]), "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
+           "success_before_by_category": short(before[t][1]), "success_at_1": after[1.0][1]["success"],
+           "success_before_at_1": before[1.0][1]["success"]}
+    with open(f"{config.out}/eval.json", "w") as file:
+        json.dump(out, file, indent=1)
+    with open(f"{config.out}/eval.jsonl", "w") as file:
+        for when, results in (("before", before), ("after", after)):
+            for temperature, (records, _) in results.items():
+                file.writelines(json.dumps({"when": when, "temperature": temperature} | r) + "\n" for r in records)
+    return evaluation.table({f"{when} SAPO, T = {temperature:g}": r for when, results in (("before", before), ("after", after))
+                             for temperature, (_, r) in results.items()})
+
+
+def run(config):
+    say = (lambda *words: None) if rank() else (lambda *words: print(*words, flush=True))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    ready_made = config.model == "tiny" and config.env == "house" and config.warmup is None
+    if ready_made and not os.path.isdir(START):
+        raise ValueError(f"{START} is missing; --warmup 5000 makes such a start anew")
+    if rank() == 0:
+        os.makedirs(config.out, exist_ok=True)
+        with open(f"{config.out}/config.json", "w") as file:
+            json.dump(dataclasses.asdict(config) | versions(), file, indent=1)
+        open(f"{config.out}/metrics.jsonl", "w").close()
+    pool = envs.Pool(config.env, env_options(config), config.workers)
+    try:
+        train_ids = envs.tasks(config.env, "train", **env_options(config))
+        lm = load(START if ready_made else config.model, value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
+                  device=device, seed=config.seed, words=(envs.phrases(), envs.nouns()))
+        size = sum(p.numel() for p in lm.model.parameters())
+        words = lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
+        say(f"{config.model}: {size / 1e6:.1f} M parameters on {device}, {world()} rank(s); {config.env}: {len(train_ids)} training games")
+        look = range(min(4, len(train_ids)))
+        for i in look:
+            pool.start(("look", i), train_ids[i])
+        prompts = [lm.chat.first(envs.Episode(*answer).window_prompt()) for answer in pool.gather([("look", i) for i in look])]
+        for i in look:
+            pool.drop(("look", i))
+        mean, spread, saturated = readout_at_start(lm, prompts)
+        say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
+        pool.load(pick_tasks(train_ids, config, 0)[rank()::world()])
+        if config.warmup:
+            imitate(lm, pool, config)
+        before = evaluate(lm, pool, config)
+        t = config.eval_temperature
+        say(f"before SAPO: success {before[t][1]['success']:.1%} of {before[t][1]['n']} held-out games at T = {t:g}, {before[1.0][1]['success']:.1%} at T = 1")
+        try:
+            train(lm, pool, config, Log(lm, config))
+        except KeyboardInterrupt:
+            if rank() == 0:
+                save_folder(lm, f"{config.out}/checkpoint")
+            raise SystemExit(f"\ninterrupted; the model is in {config.out}/checkpoint") from None
+        after = evaluate(lm, pool, config) if config.iterations else before
+        if rank() == 0:
+            save_folder(lm, f"{config.out}/final")
+            say(write_evaluation(before, after, config))
+            if config.iterations:
+                evaluation.plot([config.out], f"{config.out}/curves.png")
+            say(f"wrote {config.out}: final/ eval.json metrics.jsonl transcripts/" + (" curves.png" if config.iterations else ""))
+    finally:
+        pool.close()
+
+
+def main():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = parse_config()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        run(config)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if "out of memory" in str(error):
+            raise
+        sys.exit(f"train.py: {error}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
