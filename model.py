@@ -116,15 +116,16 @@ class ActorCritic:
     def readout(self, hidden):
         """(..., D) -> p in [-1, 1], (...): a product with two rows of the head, the rest of the vocabulary untouched."""
         head, rows = self.model.get_output_embeddings(), list(self.value_ids)
-        bias = None if getattr(head, "bias", None) is None else head.bias[rows]
-        return value_readout(F.linear(hidden, head.weight[rows], bias).float(), (0, 1), tau=self.tau_v)
+        bias = None if getattr(head, "bias", None) is None else head.bias[rows].float()
+        z = F.linear(hidden.float(), head.weight[rows].float(), bias)  # float32: 16-bit logits would be rounded before they are subtracted
+        return value_readout(z, (0, 1), tau=self.tau_v)
 
     def score(self, batch, temperature=1.0):
         """One forward -> logp (B, T), entropy (B, T), p_v (N,), p_q (N,). Log-probs and entropy are those of the restricted
         policy at `temperature`, 0 off the response tokens."""
         hidden = self.body(batch.ids, use_cache=False)
         b, t = batch.mask.nonzero(as_tuple=True)  # (M,): response tokens only, each predicted by the position before it
-        all_logp = restricted_log_softmax(self.logits(hidden[b, t - 1]) / temperature, self.value_ids)  # (M, V)
+        all_logp = restricted_log_softmax(self.logits(hidden[b, t - 1]).float() / temperature, self.value_ids)  # (M, V)
         logp = all_logp.gather(1, batch.ids[b, t][:, None])[:, 0]
         spread = lambda x: x.new_zeros(batch.ids.shape).index_put((b, t), x)
         p_v = self.readout(hidden[batch.seq, batch.start - 1])  # SAPO: V before the response sees no action
@@ -314,3 +315,30 @@ def tiny(phrases, nouns, seed=0):
     with torch.no_grad():
         model.lm_head.weight[-2:] = 0
     return model, tokenizer
+
+
+def main():
+    import envs  # for the tiny model's words only
+
+    parser = argparse.ArgumentParser(description="Shows a model's reserved words and reads V and Q from one turn.")
+    parser.add_argument("--model", default="tiny")
+    args = parser.parse_args()
+    try:
+        lm = load(args.model, words=(envs.phrases(), envs.nouns()))
+        prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
+        mean, spread, saturated = readout_at_start(lm, [prompt])
+    except ValueError as error:
+        sys.exit(f"model.py: {error}")
+    said = lm.tokenizer("<think> find apple </think> <action> go to fridge 1 </action>", add_special_tokens=False).input_ids + [lm.stop_ids[0]]
+    batch = make_batch([(prompt + said, [(len(prompt), len(prompt) + len(said))])])
+    with torch.no_grad():
+        logp, h, p_v, p_q = lm.score(batch.to(lm.device))
+    print(f"{args.model}: {type(lm.model).__name__}, {sum(p.numel() for p in lm.model.parameters()) / 1e6:.1f} M parameters")
+    print(f"w+ = {lm.value_ids[0]}, w- = {lm.value_ids[1]} of {lm.model.get_output_embeddings().weight.shape[0]}; stop tokens {lm.stop_ids}")
+    print(f"logit difference at the start: {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
+    print(f"one turn: V = {lm.r_max * p_v.item():.3f} before it, Q = {lm.r_max * p_q.item():.3f} after it; "
+          f"{len(said)} tokens, log-prob {logp.sum():.2f}, mean entropy {h.sum() / len(said):.2f} nats")
+
+
+if __name__ == "__main__":
+    main()

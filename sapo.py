@@ -37,6 +37,7 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
     if len(traj) == 0:
         return v_old.clone(), v_old.clone(), q_old.clone()
 
+    traj, turn, v_old = traj.long(), turn.long(), v_old.to(torch.promote_types(v_old.dtype, torch.float32))
     ids, row = traj.unique(return_inverse=True)  # (M,), (N,): identifiers, not positions, tie turns together
     first = torch.full_like(ids, turn.max()).scatter_reduce(0, row, turn, "amin")
     last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
@@ -66,7 +67,7 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
     """Eq. 7: (N,) -> (N,). Mean and population std over valid turns, over all ranks of `group` (a torch.distributed
     process group; None: this process alone). `invalid` marks turns whose action could not be parsed: they are charged
-    c_inv first. Turns outside `valid` are not counted and get 0. One turn, or equal ones, give 0, never NaN."""
+    c_inv first. Turns outside `valid` are not counted and get 0. One turn, or equal ones, give 0 up to rounding, never NaN."""
     valid = torch.ones_like(adv, dtype=torch.bool) if valid is None else valid.bool()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
     charged = torch.where(valid, charged, 0.0)
@@ -106,7 +107,7 @@ def value_loss(p, p_old, y, *, clip, valid=None, denom=None):
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
     free, held = (p - y) ** 2, (p_clip - y) ** 2
     loss = 0.5 * torch.maximum(free, held).sum() / denom  # Eq. 11
-    info = {"clip_fraction": (held > free).sum() / denom, "saturated": (p.abs() >= 1).sum() / denom}
+    info = {"clip_fraction": ((held > free) & ((p - p_old).abs() > clip)).sum() / denom, "saturated": (p.abs() >= 1).sum() / denom}
     return loss, {k: x.detach() for k, x in info.items()}
 
 
@@ -115,7 +116,7 @@ def kl_loss(logp, logp_ref, mask, *, denom=None):
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
     log_r = torch.where(mask, logp_ref - logp, 0.0)
-    return (log_r.exp() - 1 - log_r).sum() / denom
+    return (log_r.expm1() - log_r).sum() / denom  # expm1: near 0 the difference would be rounding, of either sign
 
 
 def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old, p_q_old, y_v, y_q, valid=None,
@@ -125,6 +126,8 @@ def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old
     From the current model: logp, entropy (B, T) and readouts p_v, p_q (N,). From the rollout: logp_old, logp_ref (or
     None where beta is 0), adv and mask (B, T); p_v_old, p_q_old and targets over R_max y_v, y_q (N,). `tokens` and
     `turns` are the denominators of the whole mini-batch; default: what is here."""
+    if beta and logp_ref is None:
+        raise ValueError("sapo_loss: the KL term (beta > 0) needs logp_ref")
     mask = mask.bool()
     tokens = mask.sum().clamp(min=1) if tokens is None else tokens
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)

@@ -96,7 +96,7 @@ class Config:
     log: str = None  # tensorboard or wandb
 
 
-TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 7e-4, "lr_rise": 20, "mini_batch": 128, "tokens_per_micro_batch": 4096,
+TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "mini_batch": 128, "tokens_per_micro_batch": 4096,
         "warmup_lr": 4e-3, "warmup_text": 0.1}
 
 

@@ -1,0 +1,746 @@
+"""The tests. No download, no GPU; what needs ALFWorld's games looks at ALFWORLD_DATA and is skipped, visibly, where that is unset.
+
+References are plain loops in float64 written from the paper. They share no helper with the code they check.
+    python -m pytest -q
+"""
+import dataclasses
+import functools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import envs
+import eval as evaluation
+import model as model_module
+import rollout as rollout_module
+import sapo
+import train
+from model import entropy, hub_id, load, make_batch, named_value_ids, readout_at_start, reserve_value_ids, restricted_log_softmax, value_readout
+from rollout import Sampler, choose, make_samples, rollout
+from sapo import kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets, value_loss
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+# ---------------------------------------------------------------------------------------------------- the algorithm
+# References, *_by_loop, are plain Python floats written from the paper; they share nothing with the code under test.
+
+NAN, INF = float("nan"), float("inf")
+SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
+close = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=0)
+randn = functools.partial(torch.randn, dtype=torch.float64)
+tensor = functools.partial(torch.tensor, dtype=torch.float64)
+
+
+def grad(f, *xs):
+    xs = [x.detach().clone().requires_grad_() for x in xs]
+    return torch.autograd.grad(f(*xs), xs)
+
+
+def clip_by_hand(x, low, high):
+    return low if x < low else high if x > high else x
+
+
+# Eq. 1-3
+@SEEDS
+def test_value_readout_is_the_clipped_logit_difference(seed):
+    torch.manual_seed(seed)
+    logits, tau = 3 * randn(4, 5, 9), 1.5
+    readout = lambda z: value_readout(z, (7, 2), tau=tau)
+    p = readout(logits)
+    close(p, tensor([[clip_by_hand((z[7] - z[2]) / tau, -1.0, 1.0) for z in row] for row in logits.tolist()]))
+    close(readout(logits + 10 * randn(4, 5, 1)), p)
+    assert 0 < (p.abs() == 1).sum() < p.numel()
+    slope = (p.abs() < 1).double()[..., None] / tau  # beyond tau the readout is flat
+    close(grad(lambda z: readout(z).sum(), logits)[0], slope * tensor([0, 0, -1, 0, 0, 0, 0, 1, 0]))
+
+
+@SEEDS
+def test_policy_and_entropy_leave_out_the_two_words(seed):
+    torch.manual_seed(seed)
+    logits, ids, words, taken = 3 * randn(20, 9), (8, 3), [0, 1, 2, 4, 5, 6, 7], 5
+    logp = restricted_log_softmax(logits, ids)
+    d_logp, = grad(lambda z: restricted_log_softmax(z, ids)[:, taken].sum(), logits)
+    d_entropy, = grad(lambda z: entropy(restricted_log_softmax(z, ids), ids).sum(), logits)
+    for n, z in enumerate(logits.tolist()):
+        prob = {w: math.exp(z[w]) / sum(math.exp(z[u]) for u in words) for w in words}
+        h = -sum(p * math.log(p) for p in prob.values())
+        close(logp[n, words], tensor([math.log(prob[w]) for w in words]))
+        close(entropy(logp, ids)[n].item(), h)
+        close(d_logp[n, words], tensor([(w == taken) - prob[w] for w in words]))
+        close(d_entropy[n, words], tensor([-prob[w] * (math.log(prob[w]) + h) for w in words]))
+    for nothing in (logp.exp(), d_logp, d_entropy):
+        assert not nothing[:, ids].any()
+    wild = logits.index_copy(1, torch.tensor(ids), tensor([[INF, 1e9]] * 20))
+    assert torch.equal(restricted_log_softmax(wild, ids), logp)
+
+
+def test_sixteen_bit_logits_give_a_float32_policy():
+    for logits in (torch.linspace(-9, 9, 40).bfloat16(), torch.linspace(-9, 9, 40).half()):
+        logp = restricted_log_softmax(logits, (1, 2))
+        assert logp.dtype == torch.float32 and torch.equal(logp, restricted_log_softmax(logits.float(), (1, 2)))
+
+
+# Eq. 4-6
+def ragged(seed):  # random trajectories {(traj, turn): (reward, done, v, q)}: ids with gaps, turns from 0 or 1, done or cut
+    rng, game = random.Random(seed), {}
+    for traj in rng.sample(range(1000), 8):
+        first, length = rng.choice([0, 1]), rng.choice([1, 2, 5, 9])
+        for k in range(length):
+            done = rng.random() < (0.5 if k == length - 1 else 0.1)
+            game[traj, first + k] = (rng.gauss(0, 3), float(done), rng.gauss(0, 3), rng.gauss(0, 3))
+    return game
+
+
+def targets(game, keys, gamma, lam):  # -> (N, 3): adv, y_v, y_q of `keys`, in their order
+    return torch.stack(turn_targets(*torch.tensor(keys).unbind(1), *tensor([game[k] for k in keys]).unbind(1), gamma=gamma, lam=lam), 1)
+
+
+def targets_by_recursion(game, key, gamma, lam):
+    (r, d, v, _), after = game[key], (key[0], key[1] + 1)
+    known = after in game
+    delta = r + gamma * (1 - d) * (game[after][2] if known else 0) - v
+    adv = delta + gamma * lam * (1 - d) * (targets_by_recursion(game, after, gamma, lam)[0] if known else 0)
+    return adv, v + adv, r + gamma * (1 - d) * (game[after][3] if known else 0)
+
+
+@SEEDS
+@pytest.mark.parametrize("gamma, lam", [(0.95, 0.9), (0.99, 0.0), (1.0, 1.0), (0.9, 1.0)])
+def test_turn_targets_in_any_order_and_with_duplicates(seed, gamma, lam):
+    game, rng = ragged(seed), random.Random(seed)
+    ordered = list(game)
+    shuffled = rng.sample(ordered, len(ordered))
+    for keys in (ordered, shuffled, rng.choices(ordered, k=20) + shuffled + rng.choices(ordered, k=20)):
+        close(targets(game, keys, gamma, lam), tensor([targets_by_recursion(game, k, gamma, lam) for k in keys]))
+
+
+def test_turn_targets_by_hand():
+    game = {(4, t): (float(t), float(t == 2), 10.0, 4.0) for t in range(3)}
+    y = targets(game, list(game), 0.5, 1.0)  # with lambda 1 the target of V is the discounted return
+    close(y[:, 1:], tensor([[0 + 0.5 + 0.5, 0 + 2], [1 + 1, 1 + 2], [2, 2]]))
+    close(targets({(3, 1): (2.0, 0.0, 0.5, 7.0)}, [(3, 1)], 0.9, 0.9), tensor([[1.5, 2.0, 2.0]]))
+    none = torch.zeros(0, dtype=torch.long)
+    assert [x.shape for x in turn_targets(none, none, *torch.zeros(4, 0), gamma=0.9, lam=0.9)] == [(0,)] * 3
+
+
+def test_turn_targets_refuses_gaps_and_shapes_and_passes_no_gradient():
+    x = torch.ones(4, requires_grad=True)
+    given = [torch.tensor([0, 0, 5, 5]), torch.tensor([0, 1, 1, 2]), x, x, x, x]
+    assert not any(y.requires_grad for y in turn_targets(*given, gamma=0.9, lam=0.9))
+    with pytest.raises(ValueError, match=r"missing in the middle of trajectories \[5\]"):
+        turn_targets(given[0], torch.tensor([0, 1, 1, 3]), *given[2:], gamma=0.9, lam=0.9)
+    for i in range(6):
+        for wrong in (given[i][:3], given[i][:, None], given[i][0]):
+            with pytest.raises(ValueError, match="one length"):
+                turn_targets(*given[:i], wrong, *given[i + 1:], gamma=0.9, lam=0.9)
+
+
+# Eq. 7
+def random_advantages(seed, n):
+    torch.manual_seed(seed)
+    return 4 * randn(n) + 2, (torch.rand(n) < 0.3).double(), torch.rand(n) < 0.7
+
+
+def advantages_by_loop(adv, invalid, c_inv, valid, eps):
+    charged = [a - c_inv * m for a, m in zip(adv.tolist(), invalid.tolist())]
+    kept = [a for a, ok in zip(charged, valid.tolist()) if ok]
+    mean = sum(kept) / len(kept)
+    std = math.sqrt(sum((a - mean) ** 2 for a in kept) / len(kept))
+    return tensor([(a - mean) / (std + eps) if ok else 0.0 for a, ok in zip(charged, valid.tolist())])
+
+
+@SEEDS
+def test_advantages_are_normalised_over_valid_turns(seed):
+    adv, invalid, some = random_advantages(seed, 12)
+    for eps in (1e-8, 0.5):
+        got = normalize_advantages(torch.where(some, adv, NAN), invalid=invalid, c_inv=0.7, valid=some, eps=eps)
+        close(got, advantages_by_loop(adv, invalid, 0.7, some, eps))
+    close(normalize_advantages(adv), advantages_by_loop(adv, 0 * invalid, 0.0, some | True, 1e-8))
+
+
+def test_advantages_without_spread_are_zero():
+    for adv in (torch.full((7,), 0.1), torch.full((1,), 1e4), torch.zeros(0)):
+        assert torch.equal(normalize_advantages(adv), torch.zeros_like(adv))
+    assert torch.equal(normalize_advantages(torch.tensor([NAN, INF, 1]), valid=torch.zeros(3, dtype=torch.bool)), torch.zeros(3))
+
+
+NORMALIZE_SHARES = """
+import sys, torch, torch.distributed as dist
+from sapo import normalize_advantages
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+for seed, (first, second) in enumerate([(5, 9), (6, 0), (0, 6), (1, 1), (0, 0)]):
+    torch.manual_seed(seed)
+    n = first + second
+    parts = 4 * torch.randn(n, dtype=torch.float64) + 2, torch.rand(n) < 0.3, torch.rand(n) < 0.7
+    share = slice(first) if rank == 0 else slice(first, None)
+    run = lambda where, group: normalize_advantages(parts[0][where], invalid=parts[1][where], c_inv=0.7, valid=parts[2][where], group=group)
+    torch.testing.assert_close(run(share, dist.group.WORLD), run(slice(None), None)[share], atol=1e-10, rtol=0)
+"""
+
+
+def test_two_ranks_normalise_together_as_one_process_does(tmp_path):
+    ranks = [subprocess.Popen([sys.executable, "-c", NORMALIZE_SHARES, str(r), str(tmp_path / "rendezvous")], cwd=HERE) for r in range(2)]
+    assert [r.wait(timeout=120) for r in ranks] == [0, 0]
+
+
+# Eq. 8-12
+
+TOKENS, TURNS = ("logp", "entropy", "logp_old", "logp_ref", "adv", "mask"), ("p_v", "p_q", "p_v_old", "p_q_old", "y_v", "y_q")
+
+
+def minibatch(seed, b=5, t=7, n=8):  # random arguments of sapo_loss, spread wide enough that every clip acts
+    torch.manual_seed(seed)
+    logp = -randn(b, t).abs()
+    tokens = (logp, randn(b, t).abs(), logp + 0.4 * randn(b, t), logp + 0.5 * randn(b, t), randn(b, t), torch.rand(b, t) < 0.7)
+    return dict(zip(TOKENS, tokens)) | dict(zip(TURNS, randn(6, n) / 2))
+
+
+def policy_by_loop(logp, logp_old, adv, clip):
+    rho = [math.exp(new - old) for new, old in zip(logp.tolist(), logp_old.tolist())]
+    return sum(-min(r * a, clip_by_hand(r, 1 - clip, 1 + clip) * a) for r, a in zip(rho, adv.tolist())) / len(rho)
+
+
+def value_by_loop(p, p_old, y, clip):
+    p_clip = [old + clip_by_hand(new - old, -clip, clip) for new, old in zip(p.tolist(), p_old.tolist())]
+    return sum(max((a - c) ** 2, (b - c) ** 2) / 2 for a, b, c in zip(p.tolist(), p_clip, y.tolist())) / len(p)
+
+
+def kl_by_loop(logp, logp_ref):
+    log_r = [ref - new for new, ref in zip(logp.tolist(), logp_ref.tolist())]
+    return sum(math.exp(x) - 1 - x for x in log_r) / len(log_r)
+
+
+@SEEDS
+@pytest.mark.parametrize("loss, by_loop, keys", [
+    (lambda *xs, mask: policy_loss(*xs, mask, clip=0.2)[0], lambda *xs: policy_by_loop(*xs, 0.2), ("logp", "logp_old", "adv")),
+    (lambda *xs, mask: value_loss(*xs, clip=0.2, valid=mask)[0], lambda *xs: value_by_loop(*xs, 0.2), ("p_v", "p_v_old", "y_v")),
+    (lambda *xs, mask: kl_loss(*xs, mask), kl_by_loop, ("logp", "logp_ref"))], ids=["policy", "value", "kl"])
+def test_each_loss_is_its_loop_and_never_looks_behind_the_mask(loss, by_loop, keys, seed):
+    x = minibatch(seed)
+    xs = [x[k] for k in keys]
+    mask = x["mask"] if xs[0].dim() == 2 else torch.arange(8) % 3 != seed
+    for some in (mask, mask | True):
+        close(loss(*xs, mask=some).item(), by_loop(*(z[some] for z in xs)))
+    slopes = grad(functools.partial(loss, mask=mask), *xs)
+    for junk in (NAN, INF, -INF):
+        soiled = [torch.where(mask, z, junk) for z in xs]
+        close(loss(*soiled, mask=mask), loss(*xs, mask=mask))
+        close(grad(functools.partial(loss, mask=mask), *soiled), slopes)
+    nothing = functools.partial(loss, mask=mask & False)
+    assert nothing(*xs) == 0 and not any(g.any() for g in grad(nothing, *xs))
+
+
+@SEEDS
+def test_on_policy_the_gradient_is_reinforce(seed):
+    x = minibatch(seed)
+    f = lambda logp: policy_loss(logp, x["logp"], x["adv"], x["mask"], clip=0.2, denom=17)
+    close(grad(lambda logp: f(logp)[0], x["logp"])[0], -x["adv"] * x["mask"] / 17)
+    assert f(x["logp"])[1] == {"ratio_max": 1, "clip_fraction": 0}
+
+
+@pytest.mark.parametrize("ratio, adv, flows", [(1.5, 2.0, 0), (1.5, -2.0, 1), (0.5, -2.0, 0), (0.5, 2.0, 1), (1.1, 2.0, 1), (0.9, -2.0, 1)])
+def test_beyond_the_clip_only_the_way_back_has_a_gradient(ratio, adv, flows):
+    f = lambda z: policy_loss(z, torch.zeros_like(z), torch.full_like(z, adv), torch.ones_like(z), clip=0.2)
+    logp = tensor([[math.log(ratio)]])
+    close(grad(lambda z: f(z)[0], logp)[0], tensor([[-ratio * adv * flows]]))
+    assert f(logp)[1]["clip_fraction"] == 1 - flows
+
+
+@pytest.mark.parametrize("p, y, flows", [(0.5, 1.0, 0), (0.5, -1.0, 1), (-0.5, -1.0, 0), (-0.5, 1.0, 1), (0.1, 1.0, 1), (-1.0, 0.9, 1)])
+def test_no_value_gradient_where_the_clipped_branch_wins(p, y, flows):
+    f = lambda z: value_loss(z, torch.zeros_like(z), torch.full_like(z, y), clip=0.2)
+    close(grad(lambda z: f(z)[0], tensor([p]))[0], tensor([(p - y) * flows]))
+    assert f(tensor([p]))[1] == {"clip_fraction": 1 - flows, "saturated": abs(p) == 1}
+
+
+@SEEDS
+def test_kl_is_never_negative_and_pulls_toward_the_reference(seed):
+    x = minibatch(seed)
+    logp, ref, one = x["logp"].flatten(), x["logp_ref"].flatten(), torch.ones(1)
+    assert min(kl_loss(a[None], b[None], one) for a, b in zip(logp, ref)) > 0 and kl_loss(logp, logp, logp < 1) == 0
+    assert kl_loss(torch.tensor([-0.008999466896057129]), torch.tensor([-0.008991680108010769]), one) >= 0  # where exp(x) - 1 - x is -4e-8
+    close(grad(lambda z: kl_loss(z, ref, ref < INF), logp)[0], (1 - (ref - logp).exp()) / len(ref))  # d(r - 1 - log r) = (1 - r) dlogp
+
+
+@SEEDS
+def test_the_joint_loss_is_the_weighted_sum(seed):
+    x, valid = minibatch(seed), torch.arange(8) % 3 != seed
+    for k in ("logp", "entropy", "p_v", "p_q"):
+        x[k].requires_grad_()
+    loss, info = sapo_loss(**x, valid=valid, clip=0.2, clip_v=0.3, clip_q=0.1, c_v=0.7, c_q=0.3, beta=0.2, c_h=0.1)
+    on = {k: x[k][x["mask"] if k in TOKENS else valid] for k in x}
+    parts = {"loss_policy": policy_by_loop(on["logp"], on["logp_old"], on["adv"], 0.2),
+             "loss_v": value_by_loop(on["p_v"], on["p_v_old"], on["y_v"], 0.3),
+             "loss_q": value_by_loop(on["p_q"], on["p_q_old"], on["y_q"], 0.1),
+             "kl": kl_by_loop(on["logp"], on["logp_ref"]), "entropy": sum(on["entropy"].tolist()) / len(on["entropy"])}
+    parts["loss"] = sum(weight * part for weight, part in zip((1, 0.7, 0.3, 0.2, -0.1), parts.values()))
+    close({k: info[k].item() for k in parts} | {"returned": loss.item()}, parts | {"returned": parts["loss"]})
+    close(sapo_loss(**x | {"logp_ref": None}, beta=0)[0], sapo_loss(**x, beta=0)[0])
+    assert not any(number.requires_grad for number in info.values())
+
+
+VIEWS = {"shuffle": [([3, 0, 4, 1, 2], [7, 2, 5, 0, 1, 6, 3, 4], 0)], "pad": [([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7], 3)],
+         "duplicate": [([0, 1, 2, 3, 4] * 2, [0, 1, 2, 3, 4, 5, 6, 7] * 2, 0)],
+         "split": [([0, 3], [1, 2, 4, 6, 7], 0), ([1], [], 2), ([2, 4], [0, 3, 5], 1), ([], [], 0)]}
+
+
+@SEEDS
+@pytest.mark.parametrize("view", VIEWS)
+def test_shuffling_padding_duplicating_and_splitting_change_nothing(view, seed):
+    x, times, now = minibatch(seed), 2 if view == "duplicate" else 1, TOKENS[:2] + TURNS[:2]
+
+    def parts(*current):  # the losses and infos of all micro-batches; padding is NaN
+        y = x | dict(zip(now, current))
+        for rows, turns, pad in VIEWS[view]:
+            tokens = {k: F.pad(y[k][rows], (0, pad), value=False if k == "mask" else NAN) for k in TOKENS}
+            yield sapo_loss(**tokens, **{k: y[k][turns] for k in TURNS}, tokens=times * x["mask"].sum(), turns=times * 8)
+
+    current = [x[k] for k in now]
+    (losses, infos), (loss, info) = zip(*parts(*current)), sapo_loss(**x)
+    close(sum(losses), loss)
+    whole = grad(lambda *xs: sapo_loss(**x | dict(zip(now, xs)))[0], *current)
+    close(grad(lambda *xs: sum(part for part, _ in parts(*xs)), *current), whole)
+    added = {k: (max if k.endswith("_max") else sum)(float(i[k]) for i in infos) for k in info}
+    assert added == pytest.approx({k: float(number) for k, number in info.items()}, abs=1e-6)
+
+
+@SEEDS
+def test_only_the_value_terms_reach_the_two_words(seed):
+    x, ids, taken = minibatch(seed, n=5), [4, 9], torch.tensor([[0, 1, 2, 3, 5, 6, 7]] * 5)
+
+    def reached(**options):  # (T, V): which logits have a gradient in any sequence
+        def loss(z):
+            logp = restricted_log_softmax(z, ids)
+            current = {"logp": logp.gather(2, taken[..., None])[..., 0], "entropy": entropy(logp, ids),
+                       "p_v": value_readout(z[:, 0], ids, tau=9.0), "p_q": value_readout(z[:, 6], ids, tau=9.0)}
+            return sapo_loss(**x | current, **options)[0]
+        return grad(loss, randn(5, 7, 10))[0].any(0)
+
+    policy = reached(c_v=0, c_q=0)
+    assert not policy[:, ids].any() and policy.sum() == 7 * 8
+    x["adv"] = torch.zeros(5, 7)
+    for options, column in (({"c_v": 1, "c_q": 0}, 0), ({"c_v": 0, "c_q": 1}, 6)):
+        values = reached(**options, beta=0, c_h=0)
+        assert values[column, ids].all() and values.sum() == 2
+
+
+# ------------------------------------------------------------------------------------------ model and rollout
+
+
+def random_model(architecture, seed=0):
+    """A random model of an architecture behind the tiny tokenizer, its weights wide enough to make choices sharp."""
+    base = load("tiny", words=(envs.phrases(), envs.nouns()))
+    config = dict(vocab_size=len(base.tokenizer) + 2, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, tie_word_embeddings=seed % 2 == 0, initializer_range=0.3,
+                  eos_token_id=base.tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config), dtype=torch.float32).eval()
+    stops = (base.stop_ids[0], *range(40, 110))  # so that responses end at different times
+    return dataclasses.replace(base, model=model, tau_v=20.0, stop_ids=stops)
+
+
+ARCHITECTURES = ["qwen2", "qwen3", "llama"]
+GAMES = envs.tasks("house", "train")[:7]
+
+
+def play(lm, engine, context, temperature, max_new=9, horizon=6, seed=(3,), games=GAMES, **options):
+    sampler = Sampler(lm, engine, context, max_new, temperature)
+    return rollout(sampler, games, envs.Pool("house", {"horizon": horizon}), seed=seed, **options), sampler
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kv_and_hf_play_the_same_games_and_agree_with_the_scoring_forward(architecture, context):
+    lm = random_model(architecture, seed=len(architecture))
+    for temperature in (0.0, 1.0):
+        played = {engine: play(lm, engine, context, temperature)[0] for engine in ("hf", "kv")}
+        assert [t.action_ids for t in played["hf"]] == [t.action_ids for t in played["kv"]]
+        assert len({len(t.action_ids) for t in played["kv"]}) > 1  # rows were dropped at different times
+        for turns in played.values():
+            batch = make_batch(make_samples(turns, context))
+            with torch.no_grad():
+                logp, _, p_v, p_q = lm.score(batch, temperature or 1.0)
+            scored = [logp[s, a:b] for s, a, b in zip(batch.seq, batch.start, batch.end)]
+            assert max((torch.tensor(t.logp) - x).abs().max() for t, x in zip(turns, scored)) < 1e-4
+            torch.testing.assert_close(torch.tensor([t.v for t in turns]), lm.r_max * p_v, atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.tensor([t.q for t in turns]), lm.r_max * p_q, atol=1e-4, rtol=0)
+
+
+def test_sampling_depends_on_the_trajectory_alone():
+    lm = random_model("qwen2", 1)
+    together, _ = play(lm, "kv", "window", 1.0)
+    alone, _ = play(lm, "kv", "window", 1.0, games=GAMES[4:5], trajs=[4])
+    assert [t.action_ids for t in together if t.traj == 4] == [t.action_ids for t in alone]
+    other, _ = play(lm, "kv", "window", 1.0, seed=(4,))
+    assert [t.action_ids for t in together] != [t.action_ids for t in other]
+
+
+def test_full_context_encodes_every_token_once():
+    lm = random_model("llama", 1)
+    turns, sampler = play(lm, "kv", "full", 1.0)
+    assert sampler.tokens_encoded == sum(len(t.prompt_ids) for t in turns)
+    assert sampler.tokens_sampled == sum(len(t.action_ids) for t in turns)
+    _, again = play(lm, "hf", "full", 1.0)
+    assert again.tokens_encoded > 3 * sampler.tokens_encoded
+
+
+def test_choose_draws_from_the_restricted_softmax():
+    logits, value_ids = torch.tensor([[1.0, 9.0, 0.0, 9.0, -1.0]]), (1, 3)
+    u = torch.linspace(0, 1, 20001)[:-1]
+    token, logp = choose(logits.expand(len(u), -1), u, value_ids, 1.0)
+    share = token.bincount(minlength=5) / len(u)
+    torch.testing.assert_close(share, restricted_log_softmax(logits, value_ids)[0].exp(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logp, restricted_log_softmax(logits, value_ids)[0][token])
+    edge = torch.tensor([0.0, 1 - 2 ** -24, 1.0])
+    assert not set(choose(torch.zeros(3, 100000), edge, (0, 99999), 1.0)[0].tolist()) & {0, 99999, 100000}
+    assert choose(logits, u[:1], value_ids, 0.0)[0].item() == 0
+
+
+def test_reserved_words_are_never_sampled_even_when_they_are_the_likeliest():
+    lm = random_model("qwen2", 1)
+    with torch.no_grad():
+        lm.model.lm_head.weight[list(lm.value_ids)] = 3 * lm.model.lm_head.weight.abs().max()
+    for engine in ("kv", "hf"):
+        turns, _ = play(lm, engine, "window", 1.0, horizon=3)
+        assert not set(lm.value_ids) & {i for t in turns for i in t.action_ids}
+
+
+def test_a_token_after_a_boundary_changes_no_value_before_it():
+    lm = random_model("qwen2", 2)
+    ids = torch.randint(5, 500, (30,)).tolist()
+    spans = [(8, 13), (20, 25)]
+    before = lm.score(make_batch([(ids, spans)]))[2:]
+    for changed in range(30):
+        other = list(ids)
+        other[changed] = 501
+        after = lm.score(make_batch([(other, spans)]))[2:]
+        for which, boundaries in ((0, [7, 19]), (1, [12, 24])):  # V before each response, Q after it
+            for turn, boundary in enumerate(boundaries):
+                same = torch.isclose(before[which][turn], after[which][turn], atol=1e-7, rtol=0).item()
+                assert same == (changed > boundary), (changed, which, turn)
+
+
+def test_scoring_ignores_padding_order_and_company():
+    lm = random_model("llama", 3)
+    rng = random.Random(0)
+    samples = []
+    for n in (40, 9, 25, 17):
+        ids = [rng.randrange(5, 500) for _ in range(n)]
+        samples.append((ids, [(3, 6), (n - 2, n)]))
+    logp, entropy, p_v, p_q = lm.score(make_batch(samples))
+    for i, sample in enumerate(samples):
+        alone = lm.score(make_batch([sample]))
+        n = len(sample[0])
+        torch.testing.assert_close(logp[i, :n], alone[0][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy[i, :n], alone[1][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.stack([p_v, p_q])[:, 2 * i:2 * i + 2], torch.stack(alone[2:]), atol=1e-5, rtol=0)
+        assert (logp[i, n:] == 0).all() and (logp[i][make_batch(samples).owner[i] < 0] == 0).all()
+    with pytest.raises(ValueError, match="context"):
+        make_batch([([1, 2, 3], [(0, 2)])])
+
+
+def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain():
+    lm = random_model("qwen2", 1)
+    free, _ = play(lm, "kv", "window", 1.0)
+    longest = max(len(t.prompt_ids) for t in free)
+    tight, _ = play(lm, "kv", "window", 1.0, max_prompt=longest - 10)
+    assert max(len(t.prompt_ids) for t in tight) <= longest - 10 and all(t.turn < 6 for t in tight)
+    ended, _ = play(lm, "kv", "full", 1.0, max_context=90)
+    last = [t for t in ended if t.done]
+    assert len(last) == len(GAMES) and any(t.truncated and t.turn < 5 for t in last)
+    with pytest.raises(ValueError, match="tokens"):
+        play(lm, "kv", "window", 1.0, max_prompt=10)
+
+
+def test_an_empty_response_is_an_invalid_turn_of_one_token():
+    lm = random_model("qwen2", 1)
+    with torch.no_grad():
+        lm.model.lm_head.weight.zero_()
+        lm.model.model.norm.weight.fill_(0)
+    lm = dataclasses.replace(lm, stop_ids=tuple(range(5, 600)))  # nearly every token ends the response
+    turns, _ = play(lm, "kv", "window", 1.0, horizon=2)
+    empty = [t for t in turns if t.text == ""]
+    assert empty and all(t.invalid and t.action == "" and len(t.action_ids) == 1 for t in empty)
+
+
+def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
+    lm = load("tiny", words=(envs.phrases(), envs.nouns()))
+    text = "take apple 1 from cabinet 12 </action> Zebra #7 é 😀 \n <|end|>x"
+    ids = lm.tokenizer(text, add_special_tokens=False).input_ids
+    assert lm.tokenizer.convert_ids_to_tokens(ids)[:3] == ["take", "apple 1", "from"]
+    assert max(ids) < len(lm.tokenizer) and not set(ids) & set(lm.value_ids)
+    lm.save(tmp_path)
+    again = load(str(tmp_path))
+    assert again.value_ids == lm.value_ids and again.stop_ids == lm.stop_ids and again.chat.first(text) == lm.chat.first(text)
+    torch.testing.assert_close(again.model.lm_head.weight, lm.model.lm_head.weight)
+    one = load("tiny", seed=1, words=(envs.phrases(), envs.nouns()))
+    assert not torch.equal(one.model.lm_head.weight, lm.model.lm_head.weight)
+    assert readout_at_start(lm, [lm.chat.first("hello")]) == (0.0, 0.0, 0.0)
+
+
+def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
+    lm = load("tiny", words=(envs.phrases(), envs.nouns()))
+    size = len(lm.tokenizer)
+    assert reserve_value_ids(lm.tokenizer, size + 2, lm.stop_ids) == (size, size + 1)
+    with pytest.raises(ValueError, match="--value_tokens"):
+        reserve_value_ids(lm.tokenizer, size, lm.stop_ids)
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra_0|>", "<|extra_1|>", "<|tool|>"]})
+    chosen = reserve_value_ids(lm.tokenizer, len(lm.tokenizer), lm.stop_ids)
+    assert {lm.tokenizer.convert_ids_to_tokens(i) for i in chosen} == {"<|extra_0|>", "<|extra_1|>"}
+    assert named_value_ids(lm.tokenizer, ("<|tool|>", "5"), lm.stop_ids)
+    for names, complaint in ((("<|end|>", "<|tool|>"), "stop token"), (("nonsense-word", "<|tool|>"), "no token"), (("<|tool|>",) * 2, "different")):
+        with pytest.raises(ValueError, match=complaint):
+            named_value_ids(lm.tokenizer, names, lm.stop_ids)
+
+
+def test_a_saturated_start_says_what_to_change():
+    lm = random_model("qwen2", 1)
+    prompts = [lm.chat.first(f"hello {n}") for n in range(4)]
+    with pytest.raises(ValueError, match="--value_tokens.*--tau_v"):
+        readout_at_start(dataclasses.replace(lm, tau_v=1e-6), prompts)
+
+
+def test_the_conversation_grows_by_appending():
+    lm = load("tiny", words=(envs.phrases(), envs.nouns()))
+    stop = lm.stop_ids[0]
+    said = lm.tokenizer("<action> look </action>", add_special_tokens=False).input_ids
+    whole = lm.chat.encode([{"role": "user", "content": "one"}, {"role": "assistant", "content": "<action> look </action>"},
+                            {"role": "user", "content": "two"}])
+    assert lm.chat.first("one") + said + [stop] + lm.chat.later("two", stop) == whole
+    assert lm.chat.first("one") + said + lm.chat.later("two", said[-1]) == whole  # cut off without a stop token: one is put in
+
+
+def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
+    lm = random_model("qwen2", 1)
+    lm.tokenizer.chat_template = None
+    lm.save(tmp_path / "mute")
+    (tmp_path / "empty").mkdir()
+    for name, complaint in (("mute", "chat template"), ("empty", "cannot load")):
+        with pytest.raises(ValueError, match=complaint):
+            load(str(tmp_path / name))
+    with pytest.raises(ValueError, match="--engine hf"):
+        lm.model.config.layer_types = ["full_attention", "sliding_attention"]
+        Sampler(lm)
+    with pytest.raises(ValueError, match="known: kv, hf"):
+        Sampler(lm, "vllm")
+    assert hub_id("Qwen2.5-1.5B-Instruct") == "Qwen/Qwen2.5-1.5B-Instruct" and hub_id("a/b") == "a/b"
+
+
+# ------------------------------------------------------------------------------------------------- train and eval
+
+
+def small_config(tmp_path, *flags):
+    return train.parse_config(["--tasks", "5", "--iterations", "2", "--horizon", "6", "--eval_games", "4", "--mini_batch", "12",
+                               "--save_every", "1", "--out", str(tmp_path), *flags])
+
+
+def prepared(tmp_path, *flags, sharp=True):
+    """A config, a model whose readouts are not all 0, and one rollout's mini-batches ready for update()."""
+    config = small_config(tmp_path, *flags)
+    lm = random_model("qwen2", 1) if sharp else load("tiny", words=(envs.phrases(), envs.nouns()))
+    turns = play(lm, "kv", config.context, 1.0)[0]
+    for i, t in enumerate(turns):
+        t.reward, t.invalid = 10.0 * (t.done and i % 2), i % 3 == 0
+    batches = train.mini_batches(turns, config, 0)
+    chunks = [c for b in batches for c in b]
+    train.evaluate_old(lm, chunks)
+    train.evaluate_reference(lm, chunks)
+    train.set_targets(chunks, config, lm.device)
+    return config, lm, turns, batches
+
+
+def gradient(lm):
+    return torch.cat([p.grad.flatten() for p in lm.model.parameters()])
+
+
+class NoStep:
+    def zero_grad(self, set_to_none):
+        self.model.zero_grad()
+
+    def __init__(self, lm):
+        self.model, self.steps = lm.model, 0
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_the_first_step_is_reinforce(tmp_path, context):
+    config, lm, turns, batches = prepared(tmp_path, "--context", context, "--c_v", "0", "--c_q", "0", "--beta", "0", "--c_h", "0", "--grad_clip", "1e9")
+    info = train.update(lm, NoStep(lm), NoStep(lm), batches[0], config)
+    assert info["ratio_max"] == 1 and info["clip_fraction"] == 0  # exactly: the old pass ran on the same padded batches
+    found = gradient(lm)
+    lm.model.zero_grad()
+    tokens = sum(len(t.action_ids) for c in batches[0] for t in c.turns)
+    for c in batches[0]:
+        for n, t in enumerate(c.turns):
+            row, start, end = c.batch.seq[n], c.batch.start[n], c.batch.end[n]
+            logp = restricted_log_softmax(lm.model(c.batch.ids[row:row + 1]).logits[0, start - 1:end - 1], lm.value_ids)
+            logp = logp.gather(1, torch.tensor(t.action_ids)[:, None])
+            (-c.adv[n] * logp.sum() / tokens).backward()
+    torch.testing.assert_close(found, gradient(lm), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_micro_batch_size_changes_no_gradient(tmp_path, context):
+    found = []
+    for budget in ("1", "300", "100000"):
+        config, lm, turns, batches = prepared(tmp_path, "--context", context, "--tokens_per_micro_batch", budget, "--mini_batch", "1000")
+        for c in batches[0]:  # off-policy, or clipping and the KL would have nothing to do
+            c.old = c.old[0] + 0.3 * torch.sin(torch.arange(c.batch.ids.shape[1])) * c.batch.mask, *c.old[1:]
+            c.old[0][:] = torch.where(c.batch.mask, c.old[0].mean(), 0.0)
+        train.update(lm, NoStep(lm), NoStep(lm), batches[0], config)
+        found.append((len(batches[0]), gradient(lm)))
+    assert found[0][0] > found[1][0] > found[2][0] or found[0][0] > found[2][0]
+
+
+def test_every_turn_is_trained_once_in_mini_batches_of_the_asked_size(tmp_path):
+    config, lm, turns, batches = prepared(tmp_path)
+    seen = [(t.traj, t.turn) for b in batches for c in b for t in c.turns]
+    assert sorted(seen) == sorted((t.traj, t.turn) for t in turns) and seen != sorted(seen)
+    sizes = [sum(len(c.turns) for c in b) for b in batches]
+    assert all(s == 12 for s in sizes[:-1]) and 0 < sizes[-1] <= 12
+    assert all(c.batch.ids.numel() <= max(config.tokens_per_micro_batch, c.batch.ids.shape[1]) for b in batches for c in b)
+
+
+def test_value_rows_learn_from_values_alone(tmp_path):
+    for flags, learns in ((("--c_v", "0", "--c_q", "0", "--beta", "1", "--c_h", "1"), False), (("--c_v", "1"), True)):
+        config, lm, turns, batches = prepared(tmp_path, *flags)
+        if lm.model.config.tie_word_embeddings:
+            raise AssertionError("this test wants untied embeddings")
+        train.update(lm, NoStep(lm), NoStep(lm), batches[0], config)
+        assert (lm.model.lm_head.weight.grad[list(lm.value_ids)] != 0).any().item() == learns
+
+
+def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
+    config, lm, turns, batches = prepared(tmp_path)
+    batches[0][0].adv[0] = float("nan")
+    optimizer = NoStep(lm)
+    info = train.update(lm, optimizer, NoStep(lm), batches[0], config)
+    assert info["skipped"] == 1 and optimizer.steps == 0
+    assert train.update(lm, optimizer, NoStep(lm), batches[1], config)["skipped"] == 0 and optimizer.steps == 1
+
+
+def test_every_game_comes_once_before_any_comes_twice(tmp_path):
+    config = small_config(tmp_path)
+    ids = list("abcdefghijkl")
+    drawn = [g for i in range(12) for g in train.pick_tasks(ids, config, i)]
+    assert len(drawn) == 60 and all(sorted(drawn[i:i + 12]) == ids for i in range(0, 60, 12)) and drawn[:12] != drawn[12:24]
+
+
+KEYS = """iteration episodes success success_by_category turns tokens_encoded tokens_sampled valid_actions loss loss_policy loss_v loss_q kl
+entropy clip_fraction ratio_max v_explained_variance q_explained_variance v_saturated grad_norm time_rollout time_env time_old time_ref
+time_update time_total""".split()
+
+
+def run_main(module, monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
+    module.main()
+
+
+def check_run(folder, iterations=2):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(iterations))
+    for line in lines:
+        assert set(KEYS) <= set(line) and all(math.isfinite(x) for x in line.values() if isinstance(x, (int, float)))
+    result = json.loads((folder / "eval.json").read_text())
+    assert 0 <= result["success_before"] <= 1 and 0 <= result["success"] <= 1 and result["success_by_category"]
+    assert list((folder / "transcripts").iterdir()) and ">>>" in next((folder / "transcripts").iterdir()).read_text()
+    assert (folder / "curves.png").stat().st_size > 5000 and (folder / "checkpoint").is_dir() and (folder / "final" / "model.safetensors").is_file()
+    return lines, result
+
+
+@pytest.mark.parametrize("flags", [[], ["--context", "full", "--engine", "hf"], ["--model", "tiny", "--warmup", "3"]])
+def test_training_leaves_everything_it_promises_and_eval_reads_it(tmp_path, monkeypatch, capsys, flags):
+    small = ["--tasks", 5, "--iterations", 2, "--horizon", 6, "--eval_games", 6, "--save_every", 1, "--out", tmp_path / "run"]
+    run_main(train, monkeypatch, *small, *flags)
+    check_run(tmp_path / "run")
+    assert "before SAPO" in capsys.readouterr().out
+    run_main(evaluation, monkeypatch, "--model", tmp_path / "run", "--limit", 9, "--repeats", 2, "--temperature", 1)
+    report = json.loads((tmp_path / "run" / "eval-test.json").read_text())
+    episodes = [json.loads(line) for line in (tmp_path / "run" / "eval-test.jsonl").read_text().splitlines()]
+    assert report["n"] == 18 == len(episodes) and len({e["task"] for e in episodes}) == 9 and all(e["turns"] <= 6 for e in episodes)
+    assert "Pick2" in capsys.readouterr().out
+    run_main(evaluation, monkeypatch, "--plot", tmp_path / "run", tmp_path / "run", "--out", tmp_path / "two.png")
+    assert (tmp_path / "two.png").stat().st_size > 5000
+
+
+def test_the_same_seed_trains_the_same_model(tmp_path, monkeypatch):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        run_main(train, monkeypatch, "--tasks", 4, "--iterations", 1, "--horizon", 4, "--eval_games", 0, "--seed", seed, "--out", tmp_path / name)
+    a, b, c = ((tmp_path / name / "final" / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_two_ranks_train_as_one_does(tmp_path):
+    """The same games, the same random numbers, global statistics and denominators: what differs is rounding."""
+    flags = ["train.py", "--tasks", "5", "--iterations", "2", "--horizon", "6", "--eval_games", "5", "--mini_batch", "12", "--save_every", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *flags, "--out", str(tmp_path / "1")], cwd=HERE, env=environment, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *flags, "--out", str(tmp_path / "2")],
+                   cwd=HERE, env=environment, check=True, capture_output=True)
+    (one, _), (two, _) = (check_run(tmp_path / n) for n in "12")
+    for a, b in zip(one, two):
+        for key in ("success", "turns", "tokens_sampled", "loss", "loss_v", "kl", "entropy", "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("argv, complaint", [
+    (["--env", "hose"], "known: house, alfworld"), (["--tasks", "0"], "--tasks must be at least 1"), (["--horizon", "0"], "--horizon must be at least 1"),
+    (["--model", "no-such-model"], "cannot load model"), (["--engine", "vllm"], "known: kv, hf"), (["--context", "half"], "known: window, full"),
+    (["--env", "alfworld", "--data", "nowhere"], "alfworld-download"), (["--places", "2"], "places must be at least 5"),
+    (["--max_new", "20000", "--warmup", "0"], "longer context"), (["--value_tokens", "a b c", "d"], "no token"), (["--lr", "nan"], "--lr must be")])
+def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, argv, complaint):
+    with pytest.raises(SystemExit) as stop:
+        run_main(train, monkeypatch, "--out", tmp_path / "run", *argv)
+    assert complaint in str(stop.value) and "\n" not in str(stop.value)
+
+
+def test_unknown_flags_and_splits_are_refused(tmp_path, monkeypatch, capsys):
+    for module in (train, evaluation):
+        with pytest.raises(SystemExit):
+            run_main(module, monkeypatch, "--learning_rate", "1")
+        assert "--learning_rate" in capsys.readouterr().err
+    for argv, complaint in ((["--model", "tiny", "--split", "dev"], "known: train, test"), ([], "--model is missing"), (["--plot", tmp_path], "no finished"),
+                            (["--model", tmp_path], "cannot load"), (["--model", "tiny", "--env", "kitchen"], "known: house")):
+        with pytest.raises(SystemExit) as stop:
+            run_main(evaluation, monkeypatch, *argv)
+        assert complaint in str(stop.value)
+
+
+def test_intervals_and_tables():
+    assert evaluation.wilson(0, 0) == (0.0, 1.0) and evaluation.wilson(10, 10)[1] == 1.0 and evaluation.wilson(10, 10)[0] == pytest.approx(0.7225, abs=1e-3)
+    assert evaluation.wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-3)
+    rows = [{"category": c, "won": i % 2 == 0, "turns": 3} for i, c in enumerate(["Pick", "Pick", "Look"])]
+    report = evaluation.report(rows)
+    assert report["success"] == pytest.approx(2 / 3) and report["by_category"]["Pick"]["success"] == 0.5 and "Cool" not in report["by_category"]
+    assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6] and evaluation.spaced([1, 2], 0) == [1, 2]
+
+
+@pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="ALFWORLD_DATA names no games")
+def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
+    pytest.importorskip("alfworld")
+    run_main(train, monkeypatch, "--env", "alfworld", "--model", "tiny", "--iterations", 2, "--tasks", 2, "--horizon", 3, "--eval_games", 2,
+             "--save_every", 1, "--max_new", 8, "--workers", 2, "--out", tmp_path)
+    lines, _ = check_run(tmp_path)
+    assert lines[0]["turns"] == 6 and lines[0]["time_env"] > 0
+
+
+def test_every_file_shows_its_concern(capsys, monkeypatch):
+    run_main(sapo, monkeypatch)
+    assert "A^ (7)" in capsys.readouterr().out
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    run_main(envs, monkeypatch)
+    assert "Won" in capsys.readouterr().out
+    run_main(model_module, monkeypatch)
+    assert "w+" in capsys.readouterr().out
+    run_main(rollout_module, monkeypatch, "--rows", 3)
+    assert capsys.readouterr().out.count("kv") == 2
