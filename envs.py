@@ -25,6 +25,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 
 REWARD = 10.0  # on the winning step
@@ -190,14 +191,15 @@ class House:
             return "Commands: go to, open, close, take, move, clean, heat, cool, use, examine, inventory, look."
         if rest in self.contents:  # examine a place
             return self.view(rest)
-        words = " and ".join(sorted(self.props.get(rest, ()), reverse=True))
+        states = sorted(self.props.get(rest, ()), reverse=True)
+        words = "cold" if states == ["cool"] else " and ".join(states)  # ALFWorld's own inconsistency
         return f"This is a {words} {rest}." if words else f"There's nothing special about {rest}."
 
     def step(self, action):
         obs = self.act(action) if action in self.admissible() else "Nothing happens."
         self.steps += 1
-        self.won = self.won or self.achieved()
-        return obs, REWARD * self.won, self.won, self.steps >= self.horizon and not self.won, self.info()
+        before, self.won = self.won, self.won or self.achieved()
+        return obs, REWARD * (self.won and not before), self.won, self.steps >= self.horizon and not self.won, self.info()
 
     def achieved(self):
         obj, dest = self.goal
@@ -508,6 +510,18 @@ def work(conn, name, options):
             return
 
 
+@dataclass
+class Seat:
+    """The parent's note of one game: its number at the worker, everything asked of it, how many answers came, and how many
+    more are a replay's and known already."""
+
+    number: int
+    worker: int
+    asked: list
+    heard: int = 0
+    replayed: int = 0
+
+
 class Pool:
     """Games played side by side in `workers` processes (0: in this one). Keys name episodes and are the caller's choice.
 
@@ -519,42 +533,23 @@ class Pool:
     A worker that dies is restarted and its episodes are played again from their first action, unseen by the caller.
     A RuntimeError names the game where an environment fails or kills its worker four times running."""
 
+    UNANSWERED = 16  # at most so many at a worker: were the pipes full both ways, each side would wait for the other forever
+
     def __init__(self, name, options=None, workers=0):
         self.name, self.options, self.fallback = name, options or {}, known(name)[0].fallback
         self.local = None if workers else Games(name, self.options)
-        self.procs, self.conns = [None] * workers, [None] * workers
-        self.home, self.log, self.heard, self.skip, self.answers, self.assigned = {}, {}, {}, {}, {}, {}
-        self.deaths, self.seconds = [0] * workers, 0.0
+        self.procs, self.conns, self.outbox, self.open = [None] * workers, [None] * workers, [None] * workers, [0] * workers
+        self.seats, self.keys, self.answers, self.loading = {}, {}, {}, {}  # by key; key by number; by key; workers by task
+        self.count, self.deaths, self.seconds = 0, [0] * workers, 0.0
         for w in range(workers):
             self.spawn(w)
 
-    def spawn(self, w):  # a fresh interpreter on this file: it imports neither torch nor the caller's main module
-        self.conns[w], theirs = Pipe()
-        code = "import sys; sys.path.insert(0, sys.argv[1]); import envs; envs.worker_main()"
-        args = [sys.executable, "-c", code, os.path.dirname(os.path.abspath(__file__)), str(theirs.fileno()), json.dumps([self.name, self.options])]
-        self.procs[w] = subprocess.Popen(args, pass_fds=[theirs.fileno()])
-        theirs.close()
-
-    def send(self, w, *message):
-        try:
-            self.conns[w].send(message)
-        except OSError:
-            pass  # dead: gather() notices, restarts it and sends everything again
-
+    # ---- what the caller says
     def load(self, tasks):
-        if self.procs:
-            for i, task in enumerate(tasks):
-                w = i % len(self.procs)
-                self.assigned.setdefault(task, []).append(w)
-                self.send(w, "load", None, task)
-
-    def begin(self, key, *message):
-        self.log[key], self.heard[key], self.skip[key] = [message], 0, 0
-        if self.local:
-            return self.answer_here(key, message)
-        waiting = self.assigned.get(message[1])
-        self.home[key] = waiting.pop() if waiting else min(range(len(self.procs)), key=list(self.home.values()).count)
-        self.send(self.home[key], message[0], key, *message[1:])
+        for i, task in enumerate(tasks if self.procs else ()):
+            w = i % len(self.procs)
+            self.loading.setdefault(task, []).append(w)
+            self.post(w, "load", None, task)
 
     def start(self, key, task):
         self.begin(key, "start", task)
@@ -563,68 +558,30 @@ class Pool:
         self.begin(key, "demo", *args)
 
     def step(self, key, action):
-        self.log[key].append(("step", action))
-        if self.local:
-            return self.answer_here(key, ("step", action))
-        self.send(self.home[key], "step", key, action)
+        self.ask(key, "step", action)
 
-    def answer_here(self, key, message):
-        try:
-            self.answers[key] = getattr(self.local, message[0])(key, *message[1:])
-        except Exception as error:
-            self.answers[key] = error
+    def drop(self, key):
+        seat = self.seats[key]
+        self.local.drop(seat.number) if self.local else self.post(seat.worker, "drop", seat.number)
+        self.forget(key)
 
     def gather(self, keys):
         began, keys = time.time(), list(keys)
+        strangers = [k for k in keys if k not in self.seats]
+        if strangers:
+            raise KeyError(f"no game was started under {strangers[:4]}")
         while any(k not in self.answers for k in keys):
             for conn in wait(self.conns):
                 self.listen(self.conns.index(conn))
         self.seconds += time.time() - began
         out = [self.answers.pop(k) for k in keys]
         for key, answer in zip(keys, out):
+            op, task, *_ = self.seats[key].asked[0]
             if isinstance(answer, Exception):
-                raise RuntimeError(f"{self.name}: game {self.log[key][0][1]} failed: {type(answer).__name__}: {answer}") from answer
-            if len(answer) == 5 and (answer[2] or answer[3]):
+                raise RuntimeError(f"{self.name}: game {task} failed: {type(answer).__name__}: {answer}") from answer
+            if op == "demo" or len(answer) == 5 and (answer[2] or answer[3]):
                 self.forget(key)
         return out
-
-    def listen(self, w):
-        try:
-            key, answer = self.conns[w].recv()
-        except (EOFError, OSError):
-            return self.revive(w)
-        if key not in self.log:
-            return  # an answer to a game given up meanwhile
-        if self.skip[key]:
-            self.skip[key] -= 1  # replayed: the caller has seen it
-            return
-        self.heard[key] += 1
-        self.deaths[w] = 0
-        self.answers[key] = answer
-
-    def revive(self, w):
-        self.deaths[w] += 1
-        mine = [k for k in self.log if self.home.get(k) == w]
-        if self.deaths[w] > 3:
-            raise RuntimeError(f"{self.name}: a worker died four times running while playing {[self.log[k][0][1] for k in mine][:4]}")
-        self.procs[w].kill()
-        self.procs[w].wait()
-        self.spawn(w)
-        for key in mine:
-            self.skip[key] = self.heard[key]
-            for op, *args in self.log[key]:
-                self.send(w, op, key, *args)
-
-    def drop(self, key):
-        if self.local:
-            self.local.drop(key)
-        else:
-            self.send(self.home[key], "drop", key)
-        self.forget(key)
-
-    def forget(self, key):
-        for table in (self.home, self.log, self.heard, self.skip, self.answers):
-            table.pop(key, None)
 
     def close(self):
         for conn, proc in zip(self.conns, self.procs):
@@ -632,6 +589,82 @@ class Pool:
             proc.kill()
             proc.wait()
         self.procs, self.conns = [], []
+
+    # ---- how it reaches the workers
+    def begin(self, key, op, task, *args):
+        if key in self.seats:
+            self.drop(key)
+        load = [seat.worker for seat in self.seats.values()]
+        idlest = min(range(len(self.procs)), key=load.count, default=0)
+        self.count += 1
+        self.seats[key] = Seat(self.count, self.loading[task].pop() if self.loading.get(task) else idlest, [])
+        self.keys[self.count] = key
+        self.ask(key, op, task, *args)
+
+    def ask(self, key, op, *args):
+        seat = self.seats[key]
+        seat.asked.append((op, *args))
+        if self.local:
+            try:
+                self.answers[key] = getattr(self.local, op)(seat.number, *args)
+            except Exception as error:
+                self.answers[key] = error
+        else:
+            self.post(seat.worker, op, seat.number, *args)
+
+    def post(self, w, *message):
+        self.outbox[w].append(message)
+        self.flush(w)
+
+    def flush(self, w):
+        while self.outbox[w] and self.open[w] < self.UNANSWERED:
+            message = self.outbox[w].pop(0)
+            self.open[w] += message[0] in ("start", "step", "demo")
+            try:
+                self.conns[w].send(message)
+            except OSError:
+                pass  # dead: listen() notices, restarts it and says everything again
+
+    def listen(self, w):
+        try:
+            number, answer = self.conns[w].recv()
+        except (EOFError, OSError):
+            return self.revive(w)
+        self.open[w] -= 1
+        self.flush(w)
+        if number not in self.keys:
+            return  # of a game given up meanwhile
+        seat = self.seats[self.keys[number]]
+        if seat.replayed:
+            seat.replayed -= 1  # the caller has seen it
+            return
+        seat.heard += 1
+        self.deaths[w] = 0
+        self.answers[self.keys[number]] = answer
+
+    def spawn(self, w):  # a fresh interpreter on this file: it imports neither torch nor the caller's main module
+        self.conns[w], theirs = Pipe()
+        code = "import sys; sys.path.insert(0, sys.argv[1]); import envs; envs.worker_main()"
+        args = [sys.executable, "-c", code, os.path.dirname(os.path.abspath(__file__)), str(theirs.fileno()), json.dumps([self.name, self.options])]
+        self.procs[w], self.outbox[w], self.open[w] = subprocess.Popen(args, pass_fds=[theirs.fileno()]), [], 0
+        theirs.close()
+
+    def revive(self, w):
+        self.deaths[w] += 1
+        mine = [seat for seat in self.seats.values() if seat.worker == w]
+        if self.deaths[w] > 3:
+            raise RuntimeError(f"{self.name}: a worker died four times running while playing {[s.asked[0][1] for s in mine][:4]}")
+        self.procs[w].kill()
+        self.procs[w].wait()
+        self.spawn(w)
+        for seat in mine:
+            seat.replayed = seat.heard
+            for op, *args in seat.asked:
+                self.post(w, op, seat.number, *args)
+
+    def forget(self, key):
+        del self.keys[self.seats.pop(key).number]
+        self.answers.pop(key, None)
 
 
 def worker_main():

@@ -174,9 +174,13 @@ OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gem
 
 
 def hub_id(name):
-    """Qwen2.5-1.5B-Instruct -> Qwen/Qwen2.5-1.5B-Instruct; folders and full ids stay as they are."""
+    """Qwen2.5-1.5B-Instruct -> Qwen/Qwen2.5-1.5B-Instruct; folders and full ids stay as they are. ValueError for any other word."""
+    if os.path.isdir(name) or "/" in name:
+        return name
     owner = next((o for prefix, o in OWNERS.items() if name.startswith(prefix)), None)
-    return name if os.path.isdir(name) or "/" in name or owner is None else f"{owner}/{name}"
+    if owner is None:
+        raise ValueError("it has no slash and begins with none of " + ", ".join(OWNERS))
+    return f"{owner}/{name}"
 
 
 def reserve_value_ids(tokenizer, rows, taken):

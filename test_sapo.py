@@ -3,14 +3,21 @@
 References are plain loops in float64 written from the paper. They share no helper with the code they check.
     python -m pytest -q
 """
+import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
 import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 
 import pytest
 import torch
@@ -23,6 +30,7 @@ import model as model_module
 import rollout as rollout_module
 import sapo
 import train
+from envs import Episode, Pool, demonstrate, kind, make_env, parse_action, tasks
 from model import entropy, hub_id, load, make_batch, named_value_ids, readout_at_start, reserve_value_ids, restricted_log_softmax, value_readout
 from rollout import Sampler, choose, make_samples, rollout
 from sapo import kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets, value_loss
@@ -332,6 +340,398 @@ def test_only_the_value_terms_reach_the_two_words(seed):
         assert values[column, ids].all() and values.sum() == 2
 
 
+# --------------------------------------------------------------------------------------------------------- environments
+
+INFO = {"admissible": list, "task": str, "category": str, "won": bool, "score": float}
+THING = r"[a-z]+ \d+"
+SEEN = rf"(nothing|a {THING}(, a {THING})*(, and a {THING})?)"
+VIEW = rf"(The {THING} is closed\.|(The {THING} is open\. In it|On the {THING}), you see {SEEN}\.)"
+SENTENCES = {  # ALFWorld's commands, and how it answers them
+    rf"go to {THING}": rf"You arrive at {THING}\. {VIEW}", rf"open {THING}": rf"You open the {THING}\. {VIEW}",
+    rf"close {THING}": rf"You close the {THING}\.", rf"take {THING} from {THING}": rf"You pick up the {THING} from the {THING}\.",
+    rf"move {THING} to {THING}": rf"You move the {THING} to the {THING}\.", rf"use {THING}": rf"You turn on the {THING}\.",
+    rf"(clean|heat|cool) {THING} with {THING}": rf"You (clean|heat|cool) the {THING} using the {THING}\.",
+    rf"examine {THING}": rf"({VIEW}|This is a (clean|(hot|cool|cold)( and clean)?) {THING}\.|There's nothing special about {THING}\.)",
+    "inventory": rf"You are (carrying: a {THING}|not carrying anything)\.", "help": r"(?s).*go to.*take.*",
+    "look": rf"You are facing the {THING}\. Next to it, you see nothing\.|You are in the middle of a room\. "
+            rf"Looking quickly around you, you see {SEEN}\."}
+
+
+def pattern_of(command, answer):
+    """The pattern a command follows; fails where it follows none, or where the answer is not ALFWorld's."""
+    pattern = next((p for p in SENTENCES if re.fullmatch(p, command)), None)
+    assert pattern and re.fullmatch(SENTENCES[pattern], answer[0].strip()), (command, answer[0])
+    return pattern
+
+
+def obey(env, task, commands):
+    env.reset(task)
+    return [env.step(c) for c in commands]
+
+
+def wander(env, task, seed, steps=10 ** 6):
+    """Random admissible commands until the game or `steps` end -> [(command, answer)]."""
+    rng, out, (_, info) = random.Random(f"{seed} {task}"), [], env.reset(task)
+    while len(out) < steps and not (out and (out[-1][1][2] or out[-1][1][3])):
+        command = rng.choice(info["admissible"])
+        out.append((command, env.step(command)))
+        info = out[-1][1][4]
+    return out
+
+
+def content(house):
+    return house.task, house.lamp_at, tuple((p, *sorted(house.contents[p])) for p in house.places)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("options", [{}, dict(places=20, objects=20, horizon=50), dict(places=40, horizon=50)], ids=["small", "large", "wide"])
+def test_expert_wins_every_house_in_time_and_only_its_last_step_pays(split, options):
+    env, categories = make_env("house", **options), set()
+    for task in tasks("house", split)[:150]:
+        obs, info = env.reset(task)
+        assert obs.endswith(f"\n\nYour task is to: {info['task']}")
+        answers = obey(env, task, env.expert())
+        assert [a[1:4] for a in answers] == [(0.0, False, False)] * (len(answers) - 1) + [(10.0, True, False)], task
+        assert [(a[4]["won"], a[4]["score"]) for a in answers] == [(a[2], float(a[2])) for a in answers]
+        assert len(answers) <= env.horizon and env.expert() is None
+        assert [type(x) for x in answers[-1]] == [str, float, bool, bool, dict]  # Gymnasium's order
+        assert all({k: type(v) for k, v in i.items()} == INFO for i in (info, answers[-1][4]))
+        categories.add(info["category"])
+    assert categories == set(envs.CATEGORIES)
+
+
+def test_random_policy_hardly_ever_wins():
+    assert sum(wander(make_env("house"), task, 0)[-1][1][2] for task in tasks("house", "train")[:300]) < 0.05 * 300
+
+
+def test_train_and_test_share_neither_ids_nor_rooms():
+    env, rooms = make_env("house"), {}
+    for split, size in envs.SIZES.items():
+        ids = tasks("house", split)
+        assert ids == sorted(set(ids)) and len(ids) == size
+        rooms[split] = {env.reset(t) and content(env) for t in ids} | set(ids)
+        assert len(rooms[split]) > 1.99 * size  # hardly a room twice
+    assert not rooms["train"] & rooms["test"]
+
+
+def test_reset_depends_neither_on_the_process_nor_on_the_horizon():
+    code = ("import envs; e = envs.make_env('house', places=9, objects=8); ids = envs.tasks('house', 'test')[:40]\n"
+            "print([(e.reset(t), e.expert(), e.step(e.expert()[0])) for t in ids])")
+    said = {subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(envs.__file__), env=os.environ | {"PYTHONHASHSEED": seed},
+                           capture_output=True, text=True, check=True).stdout for seed in "012"}
+    assert len(said) == 1 and len(said.pop()) > 40 * 200
+    short, long = make_env("house", horizon=3), make_env("house", horizon=50)
+    assert all(short.reset(t) == long.reset(t) for t in tasks("house", "train")[:100])
+
+
+def test_illegal_actions_are_answered_and_change_nothing():
+    env = make_env("house")
+    env.reset("00003")
+    before = content(env), env.info()
+    for action in ("", " ", "eat the moon", "x" * 10 ** 6, "去冰箱 \ud800 \0", "go to", "take", "LOOK", "look\n", "open fridge 99"):
+        assert env.step(action) == ("Nothing happens.", 0.0, False, False, before[1]), action
+    assert (content(env), env.info()) == before
+
+
+def test_truncated_exactly_at_the_horizon_unless_the_last_step_wins():
+    assert [a[2:4] for a in obey(make_env("house", horizon=7), "00003", ["look"] * 7)] == [(False, False)] * 6 + [(False, True)]
+    env = make_env("house")
+    env.reset("00003")
+    plan = env.expert()
+    assert obey(make_env("house", horizon=len(plan)), "00003", plan)[-1][1:4] == (10.0, True, False)
+    assert obey(make_env("house", horizon=len(plan) - 1), "00003", plan[:-1])[-1][1:4] == (0.0, False, True)
+
+
+def test_objects_are_out_of_sight_until_looked_for():
+    env, behind_doors = make_env("house", places=9, objects=12), 0
+    for task in tasks("house", "train")[:60]:
+        obs, info = env.reset(task)
+        assert not any(o in text for found in env.contents.values() for o in found for text in [obs, *info["admissible"]])
+        for place, found in env.contents.items():
+            obs, *_, info = env.step(f"go to {place}")
+            visible = found if kind(place) not in envs.OPENABLE else []
+            assert all(o in obs for o in visible) and (kind(place) not in envs.OPENABLE or obs.endswith(f"The {place} is closed."))
+            assert {c for c in info["admissible"] if c.startswith("take")} == {f"take {o} from {place}" for o in visible}
+            behind_doors += len(found) - len(visible)
+    assert behind_doors > 60
+
+
+@pytest.mark.parametrize("options", [{}, dict(places=12, objects=30)], ids=["small", "large"])
+def test_expert_wins_from_wherever_random_play_leads(options):
+    env = make_env("house", **options, horizon=10 ** 4)
+    for n, task in enumerate(tasks("house", "train")[:150]):
+        wander(env, task, 1, steps=2 * n)
+        plan = env.expert()
+        if env.won:
+            assert plan is None
+        else:  # nothing done in a house is beyond repair
+            assert [c in env.admissible() and env.step(c)[2] for c in plan] == [False] * (len(plan) - 1) + [True], task
+
+
+def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
+    env, lost = make_env("house"), {c: [] for c in envs.CATEGORIES}
+    for task in tasks("house", "train")[:200]:
+        category = demonstrate(env, task, seed=0, forget=1.0)[0][1]["category"]
+        lost[category].append(not env.won)
+        assert demonstrate(env, task, seed=0) and env.won
+    assert all((sum(x) > 0.8 * len(x) > 0) if c != "pick_and_place_simple" else sum(x) < 0.2 * len(x) for c, x in lost.items())
+
+
+def test_house_has_the_commands_and_sentences_of_alfworld():
+    env, used = make_env("house", places=9, objects=20, horizon=60), set()
+    for task in tasks("house", "train")[:60]:
+        env.reset(task)
+        plan = env.expert()
+        used |= {pattern_of(*said) for said in [*zip(plan, obey(env, task, plan)), *wander(env, task, 2)]}
+    assert used == set(SENTENCES)
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda: make_env("hose"), "'hose'.*house, alfworld"), (lambda: tasks("hose", "train"), "'hose'.*house, alfworld"),
+    (lambda: Pool("hose"), "'hose'.*house, alfworld"), (lambda: tasks("house", "valid"), "'valid'.*train, test"),
+    (lambda: make_env("house", places=4), "places must be at least 5, got 4"), (lambda: make_env("house", objects=1), "objects must be at least 2, got 1"),
+    (lambda: make_env("house", horizon=0), "horizon must be at least 1, got 0"), (lambda: make_env("house").reset("sofa"), "a number as a string, got 'sofa'")])
+def test_what_does_not_exist_is_refused_with_a_word_on_what_does(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+# --------------------------------------------------------------------------------------------- prompts and the parser
+
+@pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
+    ("<think> a </think> <action> go to desk 1 </action>", "go to desk 1", True),
+    ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "go to desk 1", True),
+    ("<think>\na\n</think>\n<action>\nlook\n</action>\n", "look", True), ("<action>look</action> and <think>a</think>", "look", True),
+    ("<think>a</think><action>look</action><action>help</action>", "look", True), ("<think>a</think><action></action>", "", True),
+    ("<think>a</think><action>dance wildly</action>", "dance wildly", True),  # what cannot be done is not invalid
+    ("<action>look</action>", "look", False), ("<think>a<action>look</action>", "look", False),
+    ("</think>a<think><action>look</action>", "look", False), ("<think>想</think><action>look</action>", "look", False),
+    ("<think>a</think><action>看</action>", "看", False), ("", None, False), ("look", None, False), ("想" * 40, None, False),
+    ("<think>a</think> Now I WILL go to the fridge 1", None, False), ("<think>a</think></action>look<action>", None, False),
+    ("<think>long enough</think><action>look", None, False), ("<think>long enough</think>look</action>", None, False)])
+def test_parse_action(text, action, valid):
+    assert parse_action(text, 30) == (text.lower()[-30:] if action is None else action, valid)
+
+
+def conversation(turns):
+    """An episode in which the agent has answered `turns` times and found an attic."""
+    def info(i):
+        return {"task": "put a mug in desk.", "admissible": ["go to bed 1", "go to desk 1", "help", "look", f"touch {i}"] + ["go to attic 1"] * (i > 0)}
+    episode = Episode("\nYou wake up.\n\nYour task is to: put a mug in desk.\n", info(0))
+    for i in range(1, turns + 1):
+        action, _ = parse_action(f"<think> secret {i} </think> <action> Dance {{obs}} {i} </action>", 30)
+        episode.took(action, f"\nYou saw {i}.\n", info(i))
+    return episode
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
+def test_window_prompt_shows_the_last_k_turns_without_thoughts(k):
+    first, later = conversation(0).window_prompt(k), conversation(5).window_prompt(k)
+    assert all(x in first for x in (envs.ROLE, envs.ANSWER, "\nYou wake up.\n\nYour task is to: put a mug in desk.\n", "'look', 'touch 0']"))
+    assert not any(x in first for x in ("Steps taken", "What you", "'help'"))
+    seen = ["You wake up."] + [f"You saw {i}." for i in range(1, 5)]
+    past = [x for i in range(5) for x in (seen[i], f"dance {{obs}} {i + 1}\n")][max(0, 10 - 2 * k):]
+    now = ["\nStep 6.", "You saw 5.", "['go to bed 1', 'go to desk 1', 'look', 'touch 5', 'go to attic 1']", envs.ANSWER]
+    places = [later.index(x) for x in [envs.ROLE, "Your task is to: put a mug in desk.", "Steps taken so far: 5.", *past, *now]]
+    assert places == sorted(places)  # all there, oldest first
+    assert sum(later.count(x) for x in ("You saw", "You wake", "dance")) == len(past) + 1
+    assert not any(x in later for x in ("secret", "'help'", "touch 4"))
+
+
+def test_full_prompt_says_only_what_is_new():
+    first, later = conversation(0).full_prompt(), conversation(3).full_prompt()
+    assert all(x in first for x in (envs.ROLE, envs.ANSWER, "You wake up.\n\nYour task is to: put a mug in desk.\n"))
+    assert "['go to bed 1', 'go to desk 1']" in first and "['look', 'touch 0']" in first and first.count("go to bed 1") == 1
+    assert later.startswith("You saw 3.\n") and "['look', 'touch 3', 'go to attic 1']" in later  # the attic was not known at first
+    assert not any(x in later for x in ("go to bed", "go to desk", "help", "task", "You saw 2.", "dance", "secret", envs.ROLE, envs.ANSWER))
+
+
+# ---------------------------------------------------------------------------------------------------------------- pool
+
+@contextlib.contextmanager
+def a_pool(workers):
+    """A pool that is closed in any case, and that fails its test where it would wait forever."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the pool waits forever"))
+    signal.alarm(120)
+    try:
+        with contextlib.closing(Pool("house", {"horizon": 12}, workers)) as pool:
+            yield pool
+    finally:
+        signal.alarm(0)
+
+
+def side_by_side(pool, ids, disturb=lambda turn: None):
+    """Plays the games with random commands -> {id: answers}. `disturb` is called while half of the answers are under way."""
+    for task in ids:
+        pool.start(task, task)
+    said, live, turn = {task: [answer] for task, answer in zip(ids, pool.gather(ids))}, list(ids), 0
+    while live:
+        for i, task in enumerate(live):
+            if i == len(live) // 2:
+                disturb(turn)
+            pool.step(task, random.Random(f"{task} {turn}").choice(said[task][-1][-1]["admissible"] + ["eat the moon"]))
+        for task, answer in zip(live, pool.gather(live)):
+            said[task].append(answer)
+        live, turn = [t for t in live if not (said[t][-1][2] or said[t][-1][3])], turn + 1
+    return said
+
+
+@pytest.fixture(scope="module")
+def games():
+    """Some games, and what is answered in them without workers."""
+    ids = tasks("house", "test")[:7]
+    with a_pool(0) as pool:
+        return ids, side_by_side(pool, ids)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_pool_answers_the_same_with_any_number_of_workers(games, workers):
+    ids, said = games
+    assert all(make_env("house").reset(t) == said[t][0] and len(said[t]) == 13 for t in ids)
+    with a_pool(workers) as pool:
+        for order in (1, -1):  # the second time in used environments
+            pool.load(ids[:5])
+            assert side_by_side(pool, ids[::order]) == said
+            for i, task in enumerate(ids):
+                pool.demo(i, task, 0, 0.5, 0.3)
+            assert pool.gather(range(7)) == [demonstrate(make_env("house", horizon=12), t, 0, 0.5, 0.3) for t in ids]
+
+
+def test_killed_workers_go_unnoticed(games):
+    with a_pool(2) as pool:
+        born = [p.pid for p in pool.procs]
+        pool.load(games[0])
+        assert side_by_side(pool, games[0], lambda turn: turn in (2, 3, 7) and pool.procs[turn % 2].kill()) == games[1]
+        assert all(p.pid != old for p, old in zip(pool.procs, born))
+
+
+def test_workers_that_cannot_live_end_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with a_pool(1) as pool, pytest.raises(RuntimeError, match="four times.*00003"):
+        pool.start("key", "00003")
+        pool.gather(["key"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
+    ids, said = games
+    with a_pool(workers) as pool:
+        pool.load(["sofa"])
+        pool.start("key", "sofa")
+        with pytest.raises(RuntimeError, match="house: game sofa failed: ValueError: .*'sofa'"):
+            pool.gather(["key"])
+        pool.start("a", ids[0])
+        assert pool.gather(["a"]) == said[ids[0]][:1]
+        pool.step("a", "look")
+        pool.drop("a")  # with an answer under way
+        assert side_by_side(pool, ids) == said
+
+
+def test_the_key_of_a_dropped_game_can_be_used_again(games):
+    with a_pool(1) as pool:
+        pool.start("a", games[0][0])
+        pool.drop("a")
+        pool.start("a", games[0][1])
+        assert pool.gather(["a"]) == games[1][games[0][1]][:1]
+
+
+def test_what_is_over_is_not_played_again(games):
+    with a_pool(1) as pool:
+        for i, task in enumerate(games[0]):
+            pool.demo(i, task, 0, 0.0, 0.0)
+        pool.gather(range(7))
+        side_by_side(pool, games[0])
+        assert not pool.seats
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_any_number_of_answers_may_be_under_way(kill):
+    with a_pool(1) as pool:
+        for round in range(2):
+            for i, task in enumerate(tasks("house", "train")[:800]):
+                pool.demo(i, task, 0, 0.0, 0.0)
+            kill and pool.procs[0].kill()
+            assert all(turns[-1][1]["task"] for turns in pool.gather(range(800)))
+
+
+# ------------------------------------------------------------------------------------------------------------- alfworld
+
+needs_package = pytest.mark.skipif(importlib.util.find_spec("alfworld") is None, reason="needs the package: pip install alfworld")
+needs_games = pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="needs ALFWORLD_DATA, the folder that alfworld-download fills")
+PROBLEM = """(define (problem p) (:domain alfred)
+ (:objects agent1 - agent MugType - otype DeskType BedType - rtype loc_bar_0 loc_bar_1 loc_bar_2 - location
+   Mug_bar_1 - object Desk_bar_1 Bed_bar_1 - receptacle)
+ (:init (atLocation agent1 loc_bar_0) (objectType Mug_bar_1 MugType) (pickupable Mug_bar_1) (inReceptacle Mug_bar_1 Bed_bar_1)
+   (receptacleType Desk_bar_1 DeskType) (receptacleType Bed_bar_1 BedType) (canContain DeskType MugType) (canContain BedType MugType)
+   (receptacleAtLocation Bed_bar_1 loc_bar_1) (receptacleAtLocation Desk_bar_1 loc_bar_2) (objectAtLocation Mug_bar_1 loc_bar_1))
+ (:goal (and (exists (?r - receptacle) (exists (?o - object)
+   (and (inReceptacle ?o ?r) (objectType ?o MugType) (receptacleType ?r DeskType)))))))"""
+TRIAL = "valid_seen/pick_and_place_simple-Mug-None-Desk-1/trial_T1"
+
+
+def check_alfworld(env, task):
+    """The protocol, the expert and illegal actions in one game of the real engine."""
+    obs, info = env.reset(task)
+    assert {k: type(v) for k, v in info.items()} == INFO and f"/{info['category']}-" in task and info["category"] in envs.CATEGORIES
+    assert obs.strip().endswith(f"Your task is to: {info['task']}") and 0 < len(env.expert()) <= env.horizon
+    for left in range(len(env.expert()), 0, -1):
+        command = env.expert()[0]
+        assert len(env.expert()) == left and command in info["admissible"]
+        *answer, info = env.step(command)
+        assert pattern_of(command, answer) and answer[1:] == [10.0 * (left == 1), left == 1, False]
+        assert (info["won"], info["score"]) == (left == 1, float(left == 1))
+    assert env.expert() is None
+    env.reset(task)
+    for action in ("eat the moon", "", "x" * 5000, "去", "go to bed 99"):
+        assert env.step(action)[:3] == ("Nothing happens.", 0.0, False) and env.expert() is None
+
+
+@needs_package
+def test_a_small_game_in_the_real_engine(tmp_path):
+    from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
+    with open(ALFRED_PDDL_PATH) as domain, open(ALFRED_TWL2_PATH) as grammar:
+        game = {"pddl_domain": domain.read(), "grammar": grammar.read().replace("UNKNOWN GOAL", "put a mug in desk"), "pddl_problem": PROBLEM,
+                "solvable": True, "walkthrough": ["go to bed 1", "take mug 1 from bed 1", "go to desk 1", "move mug 1 to desk 1"]}
+    folder = tmp_path / "json_2.1.1" / TRIAL
+    folder.mkdir(parents=True)
+    (folder / "game.tw-pddl").write_text(json.dumps(game))
+    assert tasks("alfworld", "valid_seen", data=str(tmp_path)) == [TRIAL]
+    env = make_env("alfworld", data=str(tmp_path), horizon=4)  # just enough for the expert
+    check_alfworld(env, TRIAL)
+    assert [a[3] for a in obey(env, TRIAL, ["look"] * 4)] == [False] * 3 + [True]
+    env.horizon = 40
+    assert len({pattern_of(*said) for seed in (0, 1) for said in wander(env, TRIAL, seed)}) > 5  # the house's patterns hold here
+    with pytest.raises(ValueError, match="no game .*trial_T2"):
+        env.reset(TRIAL[:-1] + "2")
+
+
+def test_missing_games_and_a_missing_package_say_what_to_do(tmp_path, monkeypatch):
+    def refused(error, says, call, *args, **options):
+        with pytest.raises(error, match=says):
+            call("alfworld", *args, data=str(tmp_path), **options)
+    refused(FileNotFoundError, "alfworld-download", make_env)
+    refused(FileNotFoundError, "alfworld-download", tasks, "train")
+    (tmp_path / "json_2.1.1" / "train").mkdir(parents=True)
+    refused(FileNotFoundError, "train; `alfworld-download`", tasks, "train")
+    refused(ValueError, "'test'.*train, valid_seen, valid_unseen", tasks, "test")
+    refused(ValueError, "horizon must be at least 1, got 0", make_env, horizon=0)
+    monkeypatch.setitem(sys.modules, "textworld", None)
+    with pytest.raises(ImportError, match="pip install alfworld"):
+        make_env("alfworld", data=str(tmp_path)).reset(TRIAL)
+
+
+@needs_games
+@needs_package
+@pytest.mark.parametrize("split, size, played", [("train", 3553, [1000]), ("valid_seen", 140, [0, -1]), ("valid_unseen", 134, [60])])
+def test_alfworld_has_all_its_games_and_the_expert_wins_them(split, size, played):
+    ids = tasks("alfworld", split)
+    assert len(ids) == size and ids == sorted(set(ids)) and all(t.startswith(split + "/") for t in ids)
+    assert all(os.path.isdir(os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1", t)) for t in ids)
+    assert {t.split("/")[1].split("-")[0] for t in ids} == set(envs.CATEGORIES)
+    for number in played:
+        check_alfworld(make_env("alfworld"), ids[number])
+
+
 # ------------------------------------------------------------------------------------------ model and rollout
 
 
@@ -532,6 +932,8 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     with pytest.raises(ValueError, match="known: kv, hf"):
         Sampler(lm, "vllm")
     assert hub_id("Qwen2.5-1.5B-Instruct") == "Qwen/Qwen2.5-1.5B-Instruct" and hub_id("a/b") == "a/b"
+    with pytest.raises(ValueError, match="begins with none of Qwen"):
+        hub_id("no-such-model")
 
 
 # ------------------------------------------------------------------------------------------------- train and eval
@@ -695,7 +1097,7 @@ def test_two_ranks_train_as_one_does(tmp_path):
 
 @pytest.mark.parametrize("argv, complaint", [
     (["--env", "hose"], "known: house, alfworld"), (["--tasks", "0"], "--tasks must be at least 1"), (["--horizon", "0"], "--horizon must be at least 1"),
-    (["--model", "no-such-model"], "cannot load model"), (["--engine", "vllm"], "known: kv, hf"), (["--context", "half"], "known: window, full"),
+    (["--model", "no-such-model"], "begins with none of"), (["--model", "nobody/nothing"], "cannot load model"), (["--engine", "vllm"], "known: kv, hf"), (["--context", "half"], "known: window, full"),
     (["--env", "alfworld", "--data", "nowhere"], "alfworld-download"), (["--places", "2"], "places must be at least 5"),
     (["--max_new", "20000", "--warmup", "0"], "longer context"), (["--value_tokens", "a b c", "d"], "no token"), (["--lr", "nan"], "--lr must be")])
 def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, argv, complaint):
@@ -728,10 +1130,10 @@ def test_intervals_and_tables():
 @pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="ALFWORLD_DATA names no games")
 def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
     pytest.importorskip("alfworld")
-    run_main(train, monkeypatch, "--env", "alfworld", "--model", "tiny", "--iterations", 2, "--tasks", 2, "--horizon", 3, "--eval_games", 2,
-             "--save_every", 1, "--max_new", 8, "--workers", 2, "--out", tmp_path)
+    run_main(train, monkeypatch, "--env", "alfworld", "--model", "tiny", "--iterations", 2, "--tasks", 1, "--horizon", 3, "--eval_games", 1,
+             "--save_every", 1, "--max_new", 8, "--workers", 1, "--out", tmp_path)
     lines, _ = check_run(tmp_path)
-    assert lines[0]["turns"] == 6 and lines[0]["time_env"] > 0
+    assert lines[0]["turns"] == 3 and lines[0]["time_env"] > 0
 
 
 def test_every_file_shows_its_concern(capsys, monkeypatch):
