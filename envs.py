@@ -440,7 +440,8 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
             return turns
         thought, label = plan[0]
         idle = forgetful and ["done"] * 2 == [t[2] for t in turns[-2:]]
-        executed = rng.choice(info["admissible"]) if rng.random() < noise else label
+        slips = isinstance(env, House) and rng.random() < noise  # elsewhere the expert cannot find back
+        executed = rng.choice(info["admissible"]) if slips else label
         turns.append((obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
         if terminated or truncated or idle:
@@ -448,6 +449,10 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
 
 
 # ------------------------------------------------------------------------------------------------------ worker pool
+
+class GameError(RuntimeError):
+    """An environment failed, or kills its worker again and again. Names the game."""
+
 
 class Games:
     """Many games in one process: the worker's half of the pool."""
@@ -503,7 +508,7 @@ def work(conn, name, options):
             try:
                 answer = getattr(games, op)(key, *args)
             except Exception as error:
-                answer = error
+                answer = GameError(f"{type(error).__name__}: {error}")  # as text: not every exception survives the way
             if op != "drop":
                 conn.send((key, answer))
         except (EOFError, OSError):
@@ -531,7 +536,7 @@ class Pool:
         pool.drop(key)                       gives up an unfinished game
 
     A worker that dies is restarted and its episodes are played again from their first action, unseen by the caller.
-    A RuntimeError names the game where an environment fails or kills its worker four times running."""
+    A GameError names the game where an environment fails or kills its worker four times running."""
 
     UNANSWERED = 16  # at most so many at a worker: were the pipes full both ways, each side would wait for the other forever
 
@@ -578,7 +583,7 @@ class Pool:
         for key, answer in zip(keys, out):
             op, task, *_ = self.seats[key].asked[0]
             if isinstance(answer, Exception):
-                raise RuntimeError(f"{self.name}: game {task} failed: {type(answer).__name__}: {answer}") from answer
+                raise GameError(f"{self.name}: game {task} failed: {answer}")
             if op == "demo" or len(answer) == 5 and (answer[2] or answer[3]):
                 self.forget(key)
         return out
@@ -608,7 +613,7 @@ class Pool:
             try:
                 self.answers[key] = getattr(self.local, op)(seat.number, *args)
             except Exception as error:
-                self.answers[key] = error
+                self.answers[key] = GameError(f"{type(error).__name__}: {error}")
         else:
             self.post(seat.worker, op, seat.number, *args)
 
@@ -653,7 +658,7 @@ class Pool:
         self.deaths[w] += 1
         mine = [seat for seat in self.seats.values() if seat.worker == w]
         if self.deaths[w] > 3:
-            raise RuntimeError(f"{self.name}: a worker died four times running while playing {[s.asked[0][1] for s in mine][:4]}")
+            raise GameError(f"{self.name}: a worker died four times running while playing {[s.asked[0][1] for s in mine][:4]}")
         self.procs[w].kill()
         self.procs[w].wait()
         self.spawn(w)

@@ -1,6 +1,6 @@
 """The paper's table and curves, from any checkpoint.
 
-    python eval.py --model runs/house-tiny-0                             a run of train.py: its final model, its environment
+    python eval.py --model runs/house-tiny-0                             a run of train.py: its final model (or checkpoint), its environment
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
     python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: every seed thin, the mean thick
 
@@ -110,9 +110,15 @@ def plot(folders, path):
 
     groups = {}
     for folder in folders:
-        config, lines = read_run(folder)
+        try:
+            config, lines = read_run(folder)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
         same = {k: v for k, v in config.items() if k not in ("seed", "out", "git", "versions")}
         groups.setdefault(json.dumps(same, sort_keys=True), []).append((config, lines))
+    if not groups:
+        raise ValueError("none of these folders is a run of train.py")
     fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
     for n, runs in enumerate(groups.values()):
         config = runs[0][0]
@@ -161,7 +167,7 @@ def main():
             plot(args.plot, args.out or "curves.png")
             return print(f"wrote {args.out or 'curves.png'}")
         evaluate(args)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, envs.GameError) as error:
         sys.exit(f"eval.py: {error}")
 
 
@@ -170,11 +176,12 @@ def evaluate(args):
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
     run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512, "max_prompt": 2048}
     folder = args.model
-    is_run = os.path.isfile(os.path.join(folder, "config.json")) and os.path.isdir(os.path.join(folder, "final"))
+    weights = next((p for p in (os.path.join(folder, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), None)
+    is_run = weights is not None and os.path.isfile(os.path.join(folder, "config.json"))
     if is_run:
         with open(os.path.join(folder, "config.json")) as file:
             run |= json.load(file)
-        folder = os.path.join(folder, "final")
+        folder = weights
     setting = run | {k: v for k, v in vars(args).items() if v is not None}
     env = setting["env"]
     names = ("places", "objects", "horizon") if env == "house" else ("data", "horizon")

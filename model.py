@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 # --------------------------------------------------------------------------------------- readouts (copy these alone)
 
@@ -53,10 +53,11 @@ def entropy(logp, value_ids):
 
 @dataclass
 class Batch:
-    """Padded sequences. ids (B, T) tokens; owner (B, T) which turn of the batch chose the token, -1 where none did (context,
-    padding, forced tokens); for each turn its sequence, start and end, (N,) each."""
+    """Padded sequences. ids (B, T) tokens; length (B,); owner (B, T) which turn of the batch chose the token, -1 where none did
+    (context, padding, forced tokens); for each turn its sequence, start and end, (N,) each."""
 
     ids: torch.Tensor
+    length: torch.Tensor
     owner: torch.Tensor
     seq: torch.Tensor
     start: torch.Tensor
@@ -84,7 +85,7 @@ def make_batch(samples):
         if not 0 < start < end <= len(samples[b][0]):
             raise ValueError(f"a turn needs context before it and a response in it, got the span {start}:{end}")
         owner[b, start:end] = n
-    return Batch(ids, owner, *torch.tensor(turns).reshape(-1, 3).unbind(1))
+    return Batch(ids, torch.tensor([len(s[0]) for s in samples]), owner, *torch.tensor(turns).reshape(-1, 3).unbind(1))
 
 
 @dataclass
@@ -113,12 +114,15 @@ class ActorCritic:
     def logits(self, hidden):  # (..., D) -> (..., V)
         return self.model.get_output_embeddings()(hidden)
 
-    def readout(self, hidden):
-        """(..., D) -> p in [-1, 1], (...): a product with two rows of the head, the rest of the vocabulary untouched."""
+    def value_logits(self, hidden):
+        """(..., D) -> (z+, z-), (..., 2): a product with two rows of the head, the rest of the vocabulary untouched. In float32, or
+        16-bit logits would be rounded before one is taken from the other."""
         head, rows = self.model.get_output_embeddings(), list(self.value_ids)
         bias = None if getattr(head, "bias", None) is None else head.bias[rows].float()
-        z = F.linear(hidden.float(), head.weight[rows].float(), bias)  # float32: 16-bit logits would be rounded before they are subtracted
-        return value_readout(z, (0, 1), tau=self.tau_v)
+        return F.linear(hidden.float(), head.weight[rows].float(), bias)
+
+    def readout(self, hidden):  # (..., D) -> p in [-1, 1], (...)
+        return value_readout(self.value_logits(hidden), (0, 1), tau=self.tau_v)
 
     def score(self, batch, temperature=1.0):
         """One forward -> logp (B, T), entropy (B, T), p_v (N,), p_q (N,). Log-probs and entropy are those of the restricted
@@ -221,8 +225,8 @@ def load_tokenizer(name):
     return AutoTokenizer.from_pretrained(name)
 
 
-def load(name, *, value_tokens=None, tau_v=None, r_max=None, device="cpu", dtype=torch.float32, seed=0, words=()):
-    """-> ActorCritic. `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was
+def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32, seed=0, words=()):
+    """-> ActorCritic on `device` (default: a GPU where there is one). `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was
     trained with, else 1 and 10. `seed` and `words` (fixed strings, nouns) make the tiny model. ValueError says what is wrong."""
     saved = {}
     if name == "tiny":
@@ -230,7 +234,7 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device="cpu", dtype
     else:
         try:
             tokenizer = load_tokenizer(hub_id(name))
-            model = AutoModelForCausalLM.from_pretrained(hub_id(name), dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(hub_id(name), dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal language model, nor a hub id that "
@@ -238,6 +242,7 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device="cpu", dtype
         if os.path.isfile(os.path.join(name, "sapo.json")):
             with open(os.path.join(name, "sapo.json")) as file:
                 saved = json.load(file)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chat = Chat(tokenizer)
     defaults = model.generation_config.eos_token_id
     end_of_turn = chat.later("-")[0]
@@ -267,13 +272,11 @@ def check_head(lm):
 def readout_at_start(lm, prompts):
     """The logit difference z+ - z- before and after an empty response, over a few prompts (lists of ids), before any training:
     -> (mean, standard deviation, saturated fraction). ValueError where most readouts start where Eq. 1 is flat."""
-    stop = [lm.stop_ids[0]]
-    head, rows = lm.model.get_output_embeddings(), list(lm.value_ids)
     diffs = []
     for ids in prompts:
-        hidden = lm.body(torch.tensor([ids + stop], device=lm.device), use_cache=False)[0, -2:]
-        z = lm.logits(hidden).float()[:, rows]
-        diffs.append(z[:, 0] - z[:, 1])
+        hidden = lm.body(torch.tensor([ids + lm.chat.later("-")[:1]], device=lm.device), use_cache=False)[0, -2:]
+        plus, minus = lm.value_logits(hidden).unbind(-1)
+        diffs.append(plus - minus)
     diff = torch.cat(diffs)
     saturated = (diff.abs() > lm.tau_v).float().mean().item()
     if saturated > 0.5:

@@ -45,9 +45,9 @@ def choose(logits, u, value_ids, temperature):
     if temperature == 0:
         token = logp.argmax(-1)
     else:
-        cdf = logp.exp().cumsum(-1)
+        cdf = logp.exp().double().cumsum(-1)  # float32 sums of a large vocabulary need not be monotone
         # The first entry above u * total: one of probability 0 (w+, w-) never is. u < 1 must survive rounding.
-        token = torch.searchsorted(cdf, (u.clamp(max=1 - 2 ** -22) * cdf[:, -1])[:, None].contiguous(), right=True)[:, 0]
+        token = torch.searchsorted(cdf, (u.double().clamp(max=1 - 2 ** -40) * cdf[:, -1])[:, None].contiguous(), right=True)[:, 0]
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
@@ -61,8 +61,9 @@ class KVCache:
         self.keys, self.values, self.capacity = [], [], 0  # per layer (R, H, capacity, D)
 
     def reserve(self, capacity):
-        extra = capacity - self.capacity
-        if extra > 0:
+        if capacity > self.capacity:
+            capacity = max(capacity, self.capacity + self.capacity // 4)  # or every turn of a long conversation would copy it all
+            extra = capacity - self.capacity
             wider = lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], extra, x.shape[3])], 2)
             self.keys, self.values = [wider(k) for k in self.keys], [wider(v) for v in self.values]
             self.capacity = capacity
@@ -130,9 +131,10 @@ class Sampler:
         for what, value, options in (("engine", engine, ("kv", "hf")), ("context", context, ("window", "full"))):
             if value not in options:
                 raise ValueError(f"unknown {what} {value!r}; known: {', '.join(options)}")
-        unsuited = set(getattr(lm.model.config, "layer_types", None) or ()) - {"full_attention"}
-        if engine == "kv" and unsuited:
-            raise ValueError(f"the kv engine serves full attention only; this model has {', '.join(sorted(unsuited))}: use --engine hf")
+        layers = getattr(lm.model.config, "layer_types", None)
+        sliding = getattr(lm.model.config, "sliding_window", None) if layers is None else set(layers) - {"full_attention"}
+        if engine == "kv" and sliding:
+            raise ValueError(f"the kv engine serves full attention only, and this model's is limited ({sliding}): use --engine hf")
         self.lm, self.engine, self.context, self.max_new, self.temperature = lm, engine, context, max_new, temperature
         self.tokens_encoded = self.tokens_sampled = 0
         self.forget()
@@ -181,7 +183,7 @@ class Sampler:
         ids = torch.tensor([s + [0] * (width - len(s)) for s in new], device=self.lm.device)
         start = torch.tensor([known for _, known in old], device=self.lm.device)
         at = start[:, None] + torch.arange(width, device=self.lm.device)
-        self.cache.reserve(max(map(len, sequences)) + width + self.max_new + 1)
+        self.cache.reserve(int(at.max()) + self.max_new + 2)
         mask = self.cache.write_at(at)
         hidden = self.lm.body(ids, position_ids=at, attention_mask=mask, past_key_values=self.cache, use_cache=True)
         count = torch.tensor([len(s) for s in new], device=self.lm.device)
@@ -201,7 +203,7 @@ class Sampler:
         stops = torch.tensor(lm.stop_ids, device=lm.device)
         hidden, length = self.prefill(names, sequences)
         cache, home = self.cache, torch.arange(n, device=lm.device)  # home: which sequence a row of `cache` is
-        v, q = lm.readout(hidden), torch.zeros(n, device=lm.device)
+        v, q = lm.readout(hidden), torch.zeros(n, device=lm.device)  # SAPO: V costs two dot products
         tokens, logps = torch.zeros(n, self.max_new, dtype=torch.long, device=lm.device), torch.zeros(n, self.max_new, device=lm.device)
         count = torch.zeros(n, dtype=torch.long, device=lm.device)  # tokens chosen
         open_ = torch.ones(n, dtype=torch.bool, device=lm.device)
@@ -212,7 +214,7 @@ class Sampler:
             count[home[going]] += 1
             hidden = self.decode_one_token(cache, token, (length + count)[home] - going.long())  # idle rows write past their end
             ended = going & (torch.isin(token, stops) | (step == self.max_new - 1))
-            q[home[ended]] = lm.readout(hidden[ended])
+            q[home[ended]] = lm.readout(hidden[ended])  # SAPO: and so does Q
             open_[home[ended]] = False
             left = open_[home]
             if not left.any():
@@ -261,17 +263,19 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def build_prompt(lm, episode, context, history, last_token, limit):
-    """-> (text, ids) of the next prompt. In `window` the history is shortened until the prompt has at most `limit` tokens."""
+def next_prompt(lm, episode, context, history, sequence, limit):
+    """-> (text, its new ids, the whole sequence to continue). In `window` the history is shortened until at most `limit` tokens
+    are left; `full` appends to the sequence so far."""
     if context == "full":
         text = episode.full_prompt()
-        return text, lm.chat.later(text, last_token) if episode.history else lm.chat.first(text)
+        ids = lm.chat.later(text, sequence[-1]) if sequence else lm.chat.first(text)
+        return text, ids, sequence + ids
     for k in range(history, -1, -1):
         text = episode.window_prompt(k)
         ids = lm.chat.first(text)
         if len(ids) <= limit:
             break
-    return text, ids
+    return text, ids, ids
 
 
 def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, history=2, max_prompt=2048, max_context=None, bar=None):
@@ -281,20 +285,18 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, history=2, max_promp
     window's prompt, max_context (default: the model's limit) a whole sequence with its response: an episode whose next
     prompt cannot fit ends as truncated; ValueError where not even the first one fits. `bar`: a tqdm bar, one tick a game."""
     lm = sampler.lm
-    trajs = list(range(len(tasks))) if trajs is None else list(trajs)
+    task_of = dict(zip(range(len(tasks)) if trajs is None else trajs, tasks))
     limit = min(max_context or lm.max_length, lm.max_length) - sampler.max_new
     limit = min(limit, max_prompt) if sampler.context == "window" else limit
-    sampler.forget()
-    for traj, task in zip(trajs, tasks):
+    for traj, task in task_of.items():
         pool.start(traj, task)
-    episodes = {traj: envs.Episode(*answer) for traj, answer in zip(trajs, pool.gather(trajs))}
-    sequences, turns, active = {traj: [] for traj in trajs}, {traj: [] for traj in trajs}, trajs
+    episodes = {traj: envs.Episode(*answer) for traj, answer in zip(task_of, pool.gather(task_of))}
+    sequences, turns, active = {traj: [] for traj in task_of}, {traj: [] for traj in task_of}, list(task_of)
+    sampler.forget()
     while active:
         prompts = {}
         for traj in active:
-            last = sequences[traj][-1] if sequences[traj] else None
-            text, ids = build_prompt(lm, episodes[traj], sampler.context, history, last, limit)
-            whole = sequences[traj] + ids if sampler.context == "full" else ids
+            text, ids, whole = next_prompt(lm, episodes[traj], sampler.context, history, sequences[traj], limit)
             if len(whole) <= limit:
                 prompts[traj], sequences[traj] = (text, ids), whole
             elif turns[traj]:
@@ -302,31 +304,33 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, history=2, max_promp
                 pool.drop(traj)
                 bar and bar.update()
             else:
-                raise ValueError(f"the first prompt of {tasks[trajs.index(traj)]} has {len(whole)} tokens and only {limit} fit beside a "
-                                 f"response of {sampler.max_new}: lower --max_new, raise --max_prompt, or take a model with a longer context")
+                raise ValueError(f"the first prompt of {task_of[traj]} has {len(whole)} tokens and only {limit} fit beside a response of "
+                                 f"{sampler.max_new}: lower --max_new, raise --max_prompt, or take a model with a longer context")
         active = list(prompts)
         if not active:
             break
+
         u = [uniforms(seed, traj, len(turns[traj]), sampler.max_new) for traj in active]
-        responses = sampler(active, [sequences[traj] for traj in active], u)
-        for traj, response in zip(active, responses):
-            words = response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids
-            text = lm.tokenizer.decode(words)
-            action, valid = envs.parse_action(text, pool.fallback)
-            known, info = action in episodes[traj].info["admissible"], episodes[traj].info
-            turns[traj].append(Turn(traj, len(turns[traj]), prompts[traj][1], response.ids, response.logp, response.v, response.q, 0.0,
-                                    False, False, not valid, known, False, 0.0, tasks[trajs.index(traj)], info["category"],
-                                    prompts[traj][0], text, action))
+        said = dict(zip(active, sampler(active, [sequences[traj] for traj in active], u)))
+        texts, actions = {}, {}
+        for traj, response in said.items():
             sequences[traj] = sequences[traj] + response.ids
-            pool.step(traj, action)
+            texts[traj] = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
+            actions[traj] = envs.parse_action(texts[traj], pool.fallback)
+            pool.step(traj, actions[traj][0])
+
         for traj, (obs, reward, terminated, truncated, info) in zip(active, pool.gather(active)):
-            turn = turns[traj][-1]
-            turn.reward, turn.done, turn.truncated = float(reward), terminated or truncated, truncated
-            turn.won, turn.score = info["won"], info["score"]
-            episodes[traj].took(turn.action, obs, info)
-            bar and turn.done and bar.update()
+            response, (text, ids), (action, valid), episode = said[traj], prompts[traj], actions[traj], episodes[traj]
+            turns[traj].append(Turn(
+                traj=traj, turn=len(turns[traj]), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
+                reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
+                admissible=action in episode.info["admissible"], won=info["won"], score=info["score"], task=task_of[traj],
+                category=info["category"], prompt=text, text=texts[traj], action=action))
+            episode.took(action, obs, info)
+            bar and turns[traj][-1].done and bar.update()
         active = [traj for traj in active if not turns[traj][-1].done]
-    return [turn for traj in trajs for turn in turns[traj]]
+    sampler.forget()  # the cache's memory is the update's now
+    return [turn for mine in turns.values() for turn in mine]
 
 
 def make_samples(turns, context):

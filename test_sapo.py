@@ -1009,7 +1009,7 @@ def test_every_turn_is_trained_once_in_mini_batches_of_the_asked_size(tmp_path):
     seen = [(t.traj, t.turn) for b in batches for c in b for t in c.turns]
     assert sorted(seen) == sorted((t.traj, t.turn) for t in turns) and seen != sorted(seen)
     sizes = [sum(len(c.turns) for c in b) for b in batches]
-    assert all(s == 12 for s in sizes[:-1]) and 0 < sizes[-1] <= 12
+    assert len(sizes) == math.ceil(len(turns) / 12) and max(sizes) - min(sizes) <= 1
     assert all(c.batch.ids.numel() <= max(config.tokens_per_micro_batch, c.batch.ids.shape[1]) for b in batches for c in b)
 
 
@@ -1111,7 +1111,7 @@ def test_unknown_flags_and_splits_are_refused(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             run_main(module, monkeypatch, "--learning_rate", "1")
         assert "--learning_rate" in capsys.readouterr().err
-    for argv, complaint in ((["--model", "tiny", "--split", "dev"], "known: train, test"), ([], "--model is missing"), (["--plot", tmp_path], "no finished"),
+    for argv, complaint in ((["--model", "tiny", "--split", "dev"], "known: train, test"), ([], "--model is missing"), (["--plot", tmp_path], "none of these"),
                             (["--model", tmp_path], "cannot load"), (["--model", "tiny", "--env", "kitchen"], "known: house")):
         with pytest.raises(SystemExit) as stop:
             run_main(evaluation, monkeypatch, *argv)

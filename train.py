@@ -17,8 +17,12 @@ import argparse
 import copy
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -80,7 +84,7 @@ class Config:
     grad_clip: float = 1.0
     mini_batch: int = 256  # turns an optimizer step
     epochs: int = 1
-    tokens_per_micro_batch: int = 32768  # padded tokens a forward pass
+    tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
 
     warmup: int = None  # imitation: at most so many steps; default: tiny in the house starts from START, all else without
     warmup_lr: float = 1e-5
@@ -90,7 +94,7 @@ class Config:
     forget: float = 0.8  # share of demonstrations by the forgetful demonstrator (house)
     noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house)
 
-    eval_games: int = None  # games played before and after; default 192 (house), all of valid_seen but no more than a small --tasks
+    eval_games: int = None  # games played before and after; default 192 (house), all 140 of valid_seen, or --tasks if that is below 64
     eval_temperature: float = 0.4
     save_every: int = 10  # iterations between checkpoints
     log: str = None  # tensorboard or wandb
@@ -105,16 +109,18 @@ START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tin
 
 def parse_config(argv=None):
     """Flags -> Config. What --model tiny needs differently stands in TINY; a flag beats both."""
-    parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", allow_abbrev=False)
+    told = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))  # the comments are the help
     for f in dataclasses.fields(Config):
         options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"type": f.type}
-        parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=f"default: {f.default}", **options)
+        default = "" if f.default is None else f" [{f.default}" + (f"; tiny: {TINY[f.name]}]" if f.name in TINY else "]")
+        parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=(told.get(f.name, "") + default).replace("%", "%%"), **options)
     given = vars(parser.parse_args(argv))
     model, env = given.get("model", Config.model), given.get("env", Config.env)
     config = Config(**(TINY if model == "tiny" else {}) | given)
-    small = config.tasks if config.tasks < 64 else 0
     defaults = {"out": f"runs/{env}-{os.path.basename(model.rstrip('/'))}-{config.seed}", "horizon": 20 if env == "house" else 50,
-                "workers": 0 if env == "house" else min(16, os.cpu_count()), "eval_games": 192 if env == "house" else small}
+                "workers": 0 if env == "house" else max(1, min(16, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
+                "eval_games": 192 if env == "house" else 140 if config.tasks >= 64 else config.tasks}
     config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
     check(config)
     return config
@@ -141,6 +147,8 @@ def check(config):
             raise ValueError(f"unknown --{name} {getattr(config, name)!r}; known: {', '.join(o for o in options if o)}")
     if config.log and importlib.util.find_spec(config.log) is None:
         raise ValueError(f"--log {config.log}: that package is not installed (pip install {config.log})")
+    if config.env == "alfworld" and importlib.util.find_spec("alfworld") is None:
+        raise ValueError("--env alfworld needs the alfworld package: pip install alfworld")
     envs.make_env(config.env, **env_options(config))
     envs.tasks(config.env, "train", **env_options(config))
 
@@ -207,19 +215,19 @@ def micro_batches(samples, budget):
 
 
 def mini_batches(turns, config, iteration):
-    """Shuffles all ranks' samples alike and cuts them into mini-batches of about config.mini_batch turns. -> for each, this
-    rank's chunks (perhaps none)."""
+    """Shuffles all ranks' samples alike and cuts them into mini-batches of equal size, about config.mini_batch turns or less.
+    -> for each, this rank's chunks (perhaps none)."""
     samples, mine, n = make_samples(turns, config.context), {}, 0
     for ids, spans in samples:
         mine[turns[n].traj, turns[n].turn] = (ids, spans, turns[n:n + len(spans)])
         n += len(spans)
     sizes = sorted(gather([(key, len(s[1])) for key, s in mine.items()]))
     order = np.random.default_rng([config.seed, iteration, 1]).permutation(len(sizes))
-    plan, filled = [[]], 0
+    total = sum(n for _, n in sizes)
+    parts = max(1, -(-total // config.mini_batch))  # of equal size: a last one of a few turns would be a step of pure noise
+    plan, filled = [[] for _ in range(parts)], 0
     for i in order:
-        if filled >= config.mini_batch:
-            plan, filled = plan + [[]], 0
-        plan[-1].append(sizes[i][0])
+        plan[min(parts - 1, filled * parts // max(1, total))].append(sizes[i][0])
         filled += sizes[i][1]
     return [[Chunk(make_batch([s[:2] for s in group]), [t for s in group for t in s[2]])
              for group in micro_batches([mine[k] for k in keys if k in mine], config.tokens_per_micro_batch)] for keys in plan]
@@ -330,7 +338,7 @@ def train(lm, pool, config, log):
         bar.set_postfix_str(f"success {metrics['success']:.0%}, turns {metrics['turns'] / config.tasks:.1f}, V explains {metrics['v_explained_variance']:.0%}")
         failed = failed + 1 if metrics["skipped"] == len(steps) else 0
         if failed == 5:
-            raise RuntimeError("five iterations in a row had no finite step; lower --lr, or look at the losses in metrics.jsonl")
+            raise ValueError("five iterations in a row had no finite step; lower --lr, or look at the losses in metrics.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------------------- logging
@@ -419,13 +427,14 @@ class Log:
 
 
 def save_folder(lm, path):
-    """Written beside and renamed: a kill leaves the old one or the new one."""
-    subprocess.run(["rm", "-rf", path + ".new"], check=True)
+    """Written beside and renamed: after a kill, `path` or `path`.old is whole."""
+    for leftover in (".new", ".old"):
+        shutil.rmtree(path + leftover, ignore_errors=True)
     lm.save(path + ".new")
     if os.path.isdir(path):
         os.rename(path, path + ".old")
     os.rename(path + ".new", path)
-    subprocess.run(["rm", "-rf", path + ".old"], check=True)
+    shutil.rmtree(path + ".old", ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- imitation
@@ -438,7 +447,7 @@ def demonstrations(lm, pool, tasks, seed, context, config):
     for name, task in zip(names, tasks):
         pool.demo(name, task, seed, config.forget, config.noise)
     samples = []
-    for turns in pool.gather(names):
+    for turns in filter(None, pool.gather(names)):
         episode, ids, spans = envs.Episode(*turns[0][:2]), [], []
         for n, (obs, info, thought, label, executed) in enumerate(turns):
             if n:
@@ -459,12 +468,13 @@ def demonstrations(lm, pool, tasks, seed, context, config):
 
 def imitation_loss(lm, batch, text_weight):
     """Summed cross-entropy of the responses, and text_weight times that of all other text: a model that has no language
-    learns its commands sooner when it learns to predict what it reads. -> (loss, tokens)"""
+    learns its commands sooner when it learns to predict what it reads."""
     hidden = lm.body(batch.ids, use_cache=False)
-    weight = torch.where(batch.mask, 1.0, text_weight * (batch.ids != 0))[:, 1:]
+    text = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.length[:, None]
+    weight = torch.where(batch.mask, 1.0, text_weight * text)[:, 1:]
     b, t = weight.nonzero(as_tuple=True)
     logp = restricted_log_softmax(lm.logits(hidden[b, t]), lm.value_ids).gather(1, batch.ids[b, t + 1][:, None])[:, 0]
-    return -(weight[b, t] * logp).sum(), batch.mask.sum().item()
+    return -(weight[b, t] * logp).sum()
 
 
 def imitate(lm, pool, config):
@@ -472,9 +482,9 @@ def imitate(lm, pool, config):
     it has not seen are admissible, or --warmup steps are done. A wrong decision is repaired quickly by sparse reward, a
     wrong word slowly. The tiny model learns both contexts, so that one start serves either."""
     optimizer, _ = optimizer_for(lm, config, config.warmup_lr, 1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=config.warmup, pct_start=0.05, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=max(100, config.warmup), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **env_options(config))
-    practice, probe = ids[:-64], ids[-64:]
+    practice, probe = ids[:-64] or ids, ids[-64:]
     contexts = ("window", "full") if config.model == "tiny" else (config.context,)
     bar = tqdm(range(config.warmup), desc="imitation", disable=rank() > 0)
     stock = {context: [] for context in contexts}
@@ -490,21 +500,24 @@ def imitate(lm, pool, config):
         said = sum(end - start for _, spans in batch for start, end in spans)
         optimizer.zero_grad(set_to_none=True)
         for group in micro_batches(batch, config.tokens_per_micro_batch)[rank()::world()]:
-            loss, _ = imitation_loss(lm, make_batch(group).to(lm.device), config.warmup_text)
-            (loss / said).backward()
+            (imitation_loss(lm, make_batch(group).to(lm.device), config.warmup_text) / said).backward()
         sum_gradients(lm.model)
         torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
         optimizer.step()
         schedule.step()
         if (step + 1) % 200 == 0:
-            shares = []
-            for context in contexts:
-                turns = rollout(Sampler(lm, config.engine, context, config.max_new), probe, pool, seed=(config.seed, step, 4),
-                                history=config.history, max_prompt=config.max_prompt, max_context=config.max_context)
-                shares.append(float(np.mean([t.admissible for t in turns])))
-            bar.set_postfix_str(f"loss {loss.item() / said:.3f}, admissible {min(shares):.1%}, success {np.mean([t.won for t in turns if t.done]):.0%}")
+            shares = [probe_admissible(lm, pool, probe, context, step, config) for context in contexts]
+            bar.set_postfix_str("admissible " + ", ".join(f"{share:.1%}" for share in shares))
             if min(shares) >= config.warmup_until:
                 return
+
+
+def probe_admissible(lm, pool, games, context, step, config):
+    """The share of admissible actions among those sampled in `games`, which are split over the ranks."""
+    sampler, mine = Sampler(lm, config.engine, context, config.max_new), range(rank(), len(games), world())
+    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, history=config.history,
+                    max_prompt=config.max_prompt, max_context=config.max_context)
+    return float(np.mean(gather([t.admissible for t in turns])))
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -512,15 +525,20 @@ def imitate(lm, pool, config):
 
 def versions():
     """What a run was made with: git commit, packages, hardware."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True, text=True)
-    return {"git": git.stdout.strip() or None, "versions": {
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True).stdout.strip() or None
+    except OSError:
+        git = None  # no git on this machine
+    return {"git": git, "versions": {
         "python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__, "ranks": world(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"}}
 
 
 def evaluate(lm, pool, config):
     """Held-out games at the evaluation's temperature and at 1 -> {temperature: report}."""
-    ids = evaluation.spaced(envs.tasks(config.env, "test" if config.env == "house" else "valid_seen", **env_options(config)), config.eval_games)
+    ids = envs.tasks(config.env, "test" if config.env == "house" else "valid_seen", **env_options(config))
+    ids = evaluation.spaced(ids, config.eval_games) if config.eval_games else []
     out = {}
     for temperature in dict.fromkeys((config.eval_temperature, 1.0)):
         sampler = Sampler(lm, config.engine, config.context, config.max_new, temperature)
@@ -550,42 +568,66 @@ def write_evaluation(before, after, config):
                              for temperature, (_, r) in results.items()})
 
 
-def run(config):
-    say = (lambda *words: None) if rank() else (lambda *words: print(*words, flush=True))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+def set_aside(folder):
+    """A folder that holds a run already is renamed, never mixed with or overwritten. -> its new name, or None."""
+    if not os.path.exists(f"{folder}/metrics.jsonl"):
+        return None
+    aside = next(name for n in range(1, 10 ** 6) if not os.path.exists(name := f"{folder}.{n}"))
+    os.rename(folder, aside)
+    return aside
+
+
+def first_prompts(lm, pool, games):
+    """What the model would be asked first in some games."""
+    names = [("look", game) for game in games]
+    for name, game in zip(names, games):
+        pool.start(name, game)
+    prompts = [lm.chat.first(envs.Episode(*answer).window_prompt()) for answer in pool.gather(names)]
+    for name in names:
+        pool.drop(name)
+    return prompts
+
+
+def prepare(config, pool, say):
+    """Loads the model, reads it once, makes the run's folder."""
     ready_made = config.model == "tiny" and config.env == "house" and config.warmup is None
     if ready_made and not os.path.isdir(START):
         raise ValueError(f"{START} is missing; --warmup 5000 makes such a start anew")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    lm = load(START if ready_made else config.model, value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
+              device=device, seed=config.seed, words=(envs.phrases(), envs.nouns()))
+    games = envs.tasks(config.env, "train", **env_options(config))
+    size, words = sum(p.numel() for p in lm.model.parameters()), lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
+    say(f"{config.model}: {size / 1e6:.1f} M parameters on {device}, {world()} rank(s); {config.env}: {len(games)} training games")
+    mean, spread, saturated = readout_at_start(lm, first_prompts(lm, pool, games[:4]))
+    say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, "
+        f"{saturated:.0%} saturated")
     if rank() == 0:
+        aside = set_aside(config.out)
+        if aside:
+            say(f"the run that was in {config.out} is in {aside} now")
         os.makedirs(config.out, exist_ok=True)
         with open(f"{config.out}/config.json", "w") as file:
             json.dump(dataclasses.asdict(config) | versions(), file, indent=1)
         open(f"{config.out}/metrics.jsonl", "w").close()
+    pool.load(pick_tasks(games, config, 0)[rank()::world()])
+    return lm
+
+
+def run(config):
+    say = (lambda *words: None) if rank() else (lambda *words: print(*words, flush=True))
     pool = envs.Pool(config.env, env_options(config), config.workers)
     try:
-        train_ids = envs.tasks(config.env, "train", **env_options(config))
-        lm = load(START if ready_made else config.model, value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
-                  device=device, seed=config.seed, words=(envs.phrases(), envs.nouns()))
-        size = sum(p.numel() for p in lm.model.parameters())
-        words = lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
-        say(f"{config.model}: {size / 1e6:.1f} M parameters on {device}, {world()} rank(s); {config.env}: {len(train_ids)} training games")
-        look = range(min(4, len(train_ids)))
-        for i in look:
-            pool.start(("look", i), train_ids[i])
-        prompts = [lm.chat.first(envs.Episode(*answer).window_prompt()) for answer in pool.gather([("look", i) for i in look])]
-        for i in look:
-            pool.drop(("look", i))
-        mean, spread, saturated = readout_at_start(lm, prompts)
-        say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
-        pool.load(pick_tasks(train_ids, config, 0)[rank()::world()])
-        if config.warmup:
-            imitate(lm, pool, config)
-        before = evaluate(lm, pool, config)
-        t = config.eval_temperature
-        say(f"before SAPO: success {before[t][1]['success']:.1%} of {before[t][1]['n']} held-out games at T = {t:g}, {before[1.0][1]['success']:.1%} at T = 1")
+        lm = prepare(config, pool, say)
         try:
+            if config.warmup:
+                imitate(lm, pool, config)
+            before = evaluate(lm, pool, config)
+            t = config.eval_temperature
+            say(f"before SAPO: success {before[t][1]['success']:.1%} of {before[t][1]['n']} held-out games at T = {t:g}, "
+                f"{before[1.0][1]['success']:.1%} at T = 1")
             train(lm, pool, config, Log(lm, config))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             if rank() == 0:
                 save_folder(lm, f"{config.out}/checkpoint")
             raise SystemExit(f"\ninterrupted; the model is in {config.out}/checkpoint") from None
@@ -603,16 +645,17 @@ def run(config):
 def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = parse_config()
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             if torch.cuda.is_available():
+                if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+                    raise ValueError(f"more ranks than the {torch.cuda.device_count()} GPU(s) here: lower --nproc_per_node")
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(config)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        if "out of memory" in str(error):
-            raise
+    except (ValueError, OSError, ImportError, envs.GameError) as error:
         sys.exit(f"train.py: {error}")
     finally:
         if dist.is_initialized():
