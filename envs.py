@@ -178,7 +178,8 @@ class House:
             self.contents[here].append(thing)
             return f"You move the {thing} to the {here}."
         if verb in APPLIANCES:
-            self.props[self.holding] = self.props.get(self.holding, set()) - {"heat": {"cool"}, "cool": {"hot"}}.get(verb, set()) | {DONE[verb]}
+            opposite = {"heat": {"cool"}, "cool": {"hot"}}.get(verb, set())
+            self.props[self.holding] = self.props.get(self.holding, set()) - opposite | {DONE[verb]}
             return f"You {verb} the {self.holding} using the {here}."
         if verb == "use":
             self.lit = True
@@ -417,7 +418,8 @@ def phrases():
              "at|under the desklamp|You are in the middle of a room. Looking quickly around you, you see|Your task is to|You arrive at|"
              "The|On the|you see|is closed|is open. In it|You open the|You close the|You pick up the|You move the|You clean the|You heat the|"
              "You cool the|You turn on the|Nothing happens|You are carrying|You are not carrying anything|nothing|You are facing the|"
-             "Next to it|This is|find|drop|done|There's nothing special about|<think>|</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
+             "Next to it|This is|find|drop|done|There's nothing special about|<think>|</think>|<action>|</action>|"
+             "-= Welcome to TextWorld, ALFRED! =-").split("|")
     return sorted({*fixed, *words, ROLE, ANSWER} - {""})
 
 
@@ -650,8 +652,9 @@ class Pool:
     def spawn(self, w):  # a fresh interpreter on this file: it imports neither torch nor the caller's main module
         self.conns[w], theirs = Pipe()
         code = "import sys; sys.path.insert(0, sys.argv[1]); import envs; envs.worker_main()"
-        args = [sys.executable, "-c", code, os.path.dirname(os.path.abspath(__file__)), str(theirs.fileno()), json.dumps([self.name, self.options])]
-        self.procs[w], self.outbox[w], self.open[w] = subprocess.Popen(args, pass_fds=[theirs.fileno()]), [], 0
+        here, what = os.path.dirname(os.path.abspath(__file__)), json.dumps([self.name, self.options])
+        self.procs[w] = subprocess.Popen([sys.executable, "-c", code, here, str(theirs.fileno()), what], pass_fds=[theirs.fileno()])
+        self.outbox[w], self.open[w] = [], 0
         theirs.close()
 
     def revive(self, w):

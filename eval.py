@@ -144,7 +144,8 @@ def plot(folders, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Success by category, from a run, a folder or a hub id; or curves (--plot).", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Success by category, from a run, a folder or a hub id; or curves (--plot).",
+                                     allow_abbrev=False)
     add = parser.add_argument
     add("--model", help="a run of train.py, a model folder, a hub id or a bare name; tiny is an untrained model")
     add("--env", help="house or alfworld (default: the run's, else house)")

@@ -193,7 +193,8 @@ def reserve_value_ids(tokenizer, rows, taken):
     used = max(tokenizer.get_vocab().values()) + 1
     if rows - used >= 2:
         return rows - 2, rows - 1
-    taken = set(taken) | {tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) if t}
+    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    taken = set(taken) | {tokenizer.convert_tokens_to_ids(t) for t in roles if t}
     free = [(i, t.content) for i, t in tokenizer.added_tokens_decoder.items()
             if t.special and i < rows and i not in taken and t.content not in tokenizer.chat_template]
     free.sort(key=lambda it: (not any(w in it[1] for w in ("reserved", "unused", "extra")), -it[0]))
@@ -226,8 +227,10 @@ def load_tokenizer(name):
 
 
 def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32, seed=0, words=()):
-    """-> ActorCritic on `device` (default: a GPU where there is one). `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was
-    trained with, else 1 and 10. `seed` and `words` (fixed strings, nouns) make the tiny model. ValueError says what is wrong."""
+    """-> ActorCritic on `device` (default: a GPU where there is one).
+
+    `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was trained with, else 1 and
+    10. `seed` and `words` (fixed strings, nouns) make the tiny model. ValueError says what is wrong."""
     saved = {}
     if name == "tiny":
         model, tokenizer = tiny(*words, seed=seed)
@@ -296,7 +299,8 @@ def tiny_tokenizer(phrases, nouns):
     words and are forgotten, as are articles: half as many tokens to read."""
     fixed = sorted(phrases, key=len, reverse=True)
     edge = lambda p: (r"(?<![A-Za-z])" if p[0].isalpha() else "") + re.escape(p) + (r"(?![A-Za-z])" if p[-1].isalpha() else "")
-    pattern = "|".join([*map(edge, fixed), r"[A-Za-z]+ \d+", r"(?<![A-Za-z])(?!(?:a|an|and|the)(?![A-Za-z]))[A-Za-z]+", r"\d+", r"[^\s\w.,:;'\"\[\]]"])
+    word = r"(?<![A-Za-z])(?!(?:a|an|and|the)(?![A-Za-z]))[A-Za-z]+"
+    pattern = "|".join([*map(edge, fixed), r"[A-Za-z]+ \d+", word, r"\d+", r"[^\s\w.,:;'\"\[\]]"])
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     letters = [chr(c) for c in range(32, 127)]
     vocab = {w: i for i, w in enumerate(dict.fromkeys(control + letters + sorted(nouns) + sorted(fixed) + [str(n) for n in range(100)]))}
@@ -313,7 +317,8 @@ def tiny(phrases, nouns, seed=0):
     """A randomly initialised Qwen2 with about 0.2 M parameters. Embeddings are untied, the rows of w+ and w- zero: V = Q = 0."""
     tokenizer = tiny_tokenizer(phrases, nouns)
     config = Qwen2Config(vocab_size=len(tokenizer) + 2, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, max_position_embeddings=16384, tie_word_embeddings=False,
+                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, max_position_embeddings=16384,
+                         tie_word_embeddings=False,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
                          rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     with torch.random.fork_rng(devices=[]):

@@ -111,12 +111,16 @@ def value_loss(p, p_old, y, *, clip, valid=None, denom=None):
     return loss, {k: x.detach() for k, x in info.items()}
 
 
+def k3(logp, logp_ref, mask):
+    """Per token, an estimate of the KL to the reference: r - 1 - log r with r = pi_ref / pi. (B, T) each; >= 0, 0 off the mask."""
+    log_r = torch.where(mask.bool(), logp_ref - logp, 0.0)
+    return log_r.expm1() - log_r  # expm1: near 0, exp(x) - 1 would be rounding, of either sign
+
+
 def kl_loss(logp, logp_ref, mask, *, denom=None):
-    """KL to the reference policy by the k3 estimator, r - 1 - log r with r = pi_ref / pi: never negative. (B, T) each."""
-    mask = mask.bool()
-    denom = mask.sum().clamp(min=1) if denom is None else denom
-    log_r = torch.where(mask, logp_ref - logp, 0.0)
-    return (log_r.expm1() - log_r).sum() / denom  # expm1: near 0 the difference would be rounding, of either sign
+    """Mean over tokens of the k3 estimator of the KL to the reference policy. (B, T) each -> a scalar >= 0."""
+    denom = mask.bool().sum().clamp(min=1) if denom is None else denom
+    return k3(logp, logp_ref, mask).sum() / denom
 
 
 def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old, p_q_old, y_v, y_q, valid=None,
@@ -133,11 +137,13 @@ def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
     loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
     loss_q, info_q = value_loss(p_q, p_q_old, y_q, clip=clip_q, valid=valid, denom=turns)
-    kl = kl_loss(logp, logp if logp_ref is None else logp_ref, mask, denom=tokens)
+    distance = k3(logp, logp if logp_ref is None else logp_ref, mask)
+    kl = distance.sum() / tokens
     h = torch.where(mask, entropy, 0.0).sum() / tokens
     loss = loss_policy + c_v * loss_v + c_q * loss_q + beta * kl - c_h * h  # Eq. 12  # SAPO: one loss, one model
     parts = {"loss": loss, "loss_policy": loss_policy, "loss_v": loss_v, "loss_q": loss_q, "kl": kl, "entropy": h}
     info |= {"v_" + k: x for k, x in info_v.items()} | {"q_" + k: x for k, x in info_q.items()}
+    parts["kl_max"] = distance.amax() if mask.any() else kl  # heavy-tailed: the mean alone can look harmless
     return loss, info | {k: x.detach() for k, x in parts.items()}
 
 

@@ -100,11 +100,12 @@ class Config:
     log: str = None  # tensorboard or wandb
 
 
-TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "mini_batch": 128, "tokens_per_micro_batch": 4096,
-        "warmup_lr": 4e-3, "warmup_text": 0.1}
+TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "mini_batch": 128,
+        "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
 
 
-START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tiny-house")  # made by: python train.py --warmup 5000 --iterations 0
+# Where the tiny model starts in the house. Made by: python train.py --warmup 5000 --iterations 0
+START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tiny-house")
 
 
 def parse_config(argv=None):
@@ -335,7 +336,8 @@ def train(lm, pool, config, log):
         clock.lap("update")
         metrics = summary(iteration, turns, values, steps, sampler, clock)
         log(metrics, turns)
-        bar.set_postfix_str(f"success {metrics['success']:.0%}, turns {metrics['turns'] / config.tasks:.1f}, V explains {metrics['v_explained_variance']:.0%}")
+        bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game, "
+                            f"V explains {metrics['v_explained_variance']:.0%}")
         failed = failed + 1 if metrics["skipped"] == len(steps) else 0
         if failed == 5:
             raise ValueError("five iterations in a row had no finite step; lower --lr, or look at the losses in metrics.jsonl")
@@ -387,7 +389,8 @@ def transcript(turns, names):
     """A trajectory as text; what the policy sampled stands between >>> and <<<."""
     out = [f"task {turns[0].task} ({names.get(turns[0].category, turns[0].category)}): " + ("won" if turns[-1].won else "not won")]
     for t in turns:
-        note = "".join(f", {w}" for w, is_so in (("no valid tags", t.invalid), ("inadmissible", not t.admissible), ("truncated", t.truncated)) if is_so)
+        notes = {"no valid tags": t.invalid, "inadmissible": not t.admissible, "truncated": t.truncated}
+        note = "".join(f", {word}" for word, so in notes.items() if so)
         out.append(f"\n--- turn {t.turn + 1}: V {t.v:.2f}, Q {t.q:.2f}, reward {t.reward:g}{note}\n{t.prompt}\n>>> {t.text} <<<")
     return "\n".join(out) + "\n"
 
@@ -482,7 +485,8 @@ def imitate(lm, pool, config):
     it has not seen are admissible, or --warmup steps are done. A wrong decision is repaired quickly by sparse reward, a
     wrong word slowly. The tiny model learns both contexts, so that one start serves either."""
     optimizer, _ = optimizer_for(lm, config, config.warmup_lr, 1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=max(100, config.warmup), pct_start=0.05, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=max(100, config.warmup), pct_start=0.05,
+                                                   cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **env_options(config))
     practice, probe = ids[:-64] or ids, ids[-64:]
     contexts = ("window", "full") if config.model == "tiny" else (config.context,)
