@@ -60,7 +60,8 @@ def report(records):
         return {"success": won / max(1, len(rows)), "n": len(rows), "interval": [round(x, 4) for x in wilson(won, len(rows))]}
 
     categories = {c: [r for r in records if r["category"] == c] for c in envs.CATEGORIES.values()}
-    return share(records) | {"by_category": {c: share(rows) for c, rows in categories.items() if rows},
+    shares = {c: share(rows) for c, rows in categories.items() if rows}
+    return share(records) | {"success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
                              "turns": float(np.mean([r["turns"] for r in records])) if records else 0.0}
 
 
@@ -154,7 +155,8 @@ def main():
     add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=int, default=1, help="times every game is played")
     add("--temperature", type=float, default=0.4, help="0 is greedy")
-    add("--out", help="the report (default: eval-SPLIT.json in the run, else eval.json); episodes go to .jsonl beside it")
+    add("--out", help="the report, NAME.json or a folder for eval.json (default: eval-SPLIT.json in the run, else eval.json); "
+        "episodes go to .jsonl beside it")
     add("--seed", type=int, default=0)
     for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("horizon", int, "turns an episode may take"),
                              ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
@@ -198,6 +200,7 @@ def evaluate(args):
     pool = envs.Pool(env, options, (0 if env == "house" else min(16, os.cpu_count())) if workers is None else workers)
     sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
     out = args.out or (os.path.join(args.model, f"eval-{split}.json") if is_run else "eval.json")
+    out = out if out.endswith(".json") else os.path.join(out, "eval.json")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     records = []
     for n in range(args.repeats):

@@ -557,10 +557,9 @@ def evaluate(lm, pool, config):
 def write_evaluation(before, after, config):
     """eval.json: success and success_before (the same games) with n, interval and categories; eval.jsonl: every episode."""
     t = config.eval_temperature
-    short = lambda r: {c: x["success"] for c, x in r["by_category"].items()}
     out = {"env": config.env, "temperature": t, "n": after[t][1]["n"], "success": after[t][1]["success"], "interval": after[t][1]["interval"],
-           "success_by_category": short(after[t][1]), "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
-           "success_before_by_category": short(before[t][1]), "success_at_1": after[1.0][1]["success"],
+           "success_by_category": after[t][1]["success_by_category"], "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
+           "success_before_by_category": before[t][1]["success_by_category"], "success_at_1": after[1.0][1]["success"],
            "success_before_at_1": before[1.0][1]["success"]}
     with open(f"{config.out}/eval.json", "w") as file:
         json.dump(out, file, indent=1)
