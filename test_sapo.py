@@ -977,7 +977,7 @@ class NoStep:
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_the_first_step_is_reinforce(tmp_path, context):
     config, lm, turns, batches = prepared(tmp_path, "--context", context, "--c_v", "0", "--c_q", "0", "--beta", "0", "--c_h", "0", "--grad_clip", "1e9")
-    info = train.update(lm, NoStep(lm), NoStep(lm), batches[0], config)
+    info = train.update(lm, NoStep(lm), batches[0], config)
     assert info["ratio_max"] == 1 and info["clip_fraction"] == 0  # exactly: the old pass ran on the same padded batches
     found = gradient(lm)
     lm.model.zero_grad()
@@ -999,7 +999,7 @@ def test_micro_batch_size_changes_no_gradient(tmp_path, context):
         for c in batches[0]:  # off-policy, or clipping and the KL would have nothing to do
             c.old = c.old[0] + 0.3 * torch.sin(torch.arange(c.batch.ids.shape[1])) * c.batch.mask, *c.old[1:]
             c.old[0][:] = torch.where(c.batch.mask, c.old[0].mean(), 0.0)
-        train.update(lm, NoStep(lm), NoStep(lm), batches[0], config)
+        train.update(lm, NoStep(lm), batches[0], config)
         found.append((len(batches[0]), gradient(lm)))
     assert found[0][0] > found[1][0] > found[2][0] or found[0][0] > found[2][0]
 
@@ -1018,7 +1018,7 @@ def test_value_rows_learn_from_values_alone(tmp_path):
         config, lm, turns, batches = prepared(tmp_path, *flags)
         if lm.model.config.tie_word_embeddings:
             raise AssertionError("this test wants untied embeddings")
-        train.update(lm, NoStep(lm), NoStep(lm), batches[0], config)
+        train.update(lm, NoStep(lm), batches[0], config)
         assert (lm.model.lm_head.weight.grad[list(lm.value_ids)] != 0).any().item() == learns
 
 
@@ -1026,9 +1026,19 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
     config, lm, turns, batches = prepared(tmp_path)
     batches[0][0].adv[0] = float("nan")
     optimizer = NoStep(lm)
-    info = train.update(lm, optimizer, NoStep(lm), batches[0], config)
+    info = train.update(lm, optimizer, batches[0], config)
     assert info["skipped"] == 1 and optimizer.steps == 0
-    assert train.update(lm, optimizer, NoStep(lm), batches[1], config)["skipped"] == 0 and optimizer.steps == 1
+    assert train.update(lm, optimizer, batches[1], config)["skipped"] == 0 and optimizer.steps == 1
+
+
+def test_the_learning_rate_rises_over_steps_and_falls_over_iterations(tmp_path):
+    config = small_config(tmp_path, "--lr", "1", "--lr_rise", "4", "--lr_end", "0.5", "--iterations", "10")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    found = []
+    for iteration, step in ((0, 0), (0, 3), (0, 99), (5, 99), (9, 99)):
+        train.set_lr(optimizer, config, iteration, step)
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.55])
 
 
 def test_every_game_comes_once_before_any_comes_twice(tmp_path):

@@ -80,6 +80,7 @@ class Config:
 
     lr: float = 1e-6
     lr_rise: int = 0  # optimizer steps over which lr rises from 0
+    lr_end: float = 1.0  # share of lr left at the last iteration, on a straight line (the paper's is constant)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     mini_batch: int = 256  # turns an optimizer step
@@ -100,7 +101,7 @@ class Config:
     log: str = None  # tensorboard or wandb
 
 
-TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "mini_batch": 128,
+TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
         "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
 
 
@@ -140,7 +141,7 @@ def check(config):
     for name in ("eps_adv", "c_inv", "c_v", "c_q", "beta", "c_h", "weight_decay", "warmup_text", "eval_temperature"):
         if not 0 <= getattr(config, name) < float("inf"):
             raise ValueError(f"--{name} must not be negative, got {getattr(config, name)}")
-    for name in ("gamma", "lam", "forget", "noise", "warmup_until"):
+    for name in ("gamma", "lam", "forget", "noise", "warmup_until", "lr_end"):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"--{name} must lie in [0, 1], got {getattr(config, name)}")
     for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb"))):
@@ -266,7 +267,7 @@ def set_targets(chunks, config, device):
     return config.r_max * p_v, config.r_max * p_q, returns
 
 
-def update(lm, optimizer, schedule, chunks, config):
+def update(lm, optimizer, chunks, config):
     """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers; a non-finite step is not taken."""
     counts = torch.tensor([sum(c.batch.mask.sum().item() for c in chunks), sum(len(c.turns) for c in chunks)], dtype=torch.float64,
                           device=lm.device)
@@ -290,15 +291,20 @@ def update(lm, optimizer, schedule, chunks, config):
     out = {k: (max if k.endswith("_max") else sum)(i[k] for i in infos) for k in infos[0]} | {"grad_norm": float(norm), "skipped": 0}
     if np.isfinite(out["loss"]) and np.isfinite(out["grad_norm"]):
         optimizer.step()
-        schedule.step()
     else:
         out["skipped"] = 1
     return out
 
 
-def optimizer_for(lm, config, lr, rise):
-    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=lr, weight_decay=config.weight_decay, fused=lm.device.type == "cuda")
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, rise)))
+def optimizer_for(lm, config):
+    return torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=lm.device.type == "cuda")
+
+
+def set_lr(optimizer, config, iteration, step):
+    rise = min(1.0, (step + 1) / max(1, config.lr_rise))  # or a fresh Adam's first steps would throw the policy far
+    fall = 1 - (1 - config.lr_end) * iteration / config.iterations
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * rise * fall
 
 
 def pick_tasks(ids, config, iteration):
@@ -312,10 +318,10 @@ def train(lm, pool, config, log):
     """Algorithm 1."""
     sampler = Sampler(lm, config.engine, config.context, config.max_new)
     reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None
-    optimizer, schedule = optimizer_for(lm, config, config.lr, config.lr_rise)
+    optimizer = optimizer_for(lm, config)
     ids = envs.tasks(config.env, "train", **env_options(config))
     bar = tqdm(range(config.iterations), desc="SAPO", disable=rank() > 0)
-    failed = 0
+    step = failed = 0
     for iteration in bar:
         clock = Clock(pool)
         games = pick_tasks(ids, config, iteration)
@@ -332,7 +338,11 @@ def train(lm, pool, config, log):
             evaluate_reference(reference, chunks)
         clock.lap("ref")
         values = set_targets(chunks, config, lm.device)  # lines 4 and 5
-        steps = [update(lm, optimizer, schedule, b, config) for _ in range(config.epochs) for b in batches]  # lines 6 and 7
+        steps = []
+        for minibatch in batches * config.epochs:
+            set_lr(optimizer, config, iteration, step)
+            steps.append(update(lm, optimizer, minibatch, config))  # lines 6 and 7
+            step += 1
         clock.lap("update")
         metrics = summary(iteration, turns, values, steps, sampler, clock)
         log(metrics, turns)
@@ -484,7 +494,7 @@ def imitate(lm, pool, config):
     """Before Algorithm 1, for a model that cannot speak yet: steps on demonstrations until nearly all actions it samples in games
     it has not seen are admissible, or --warmup steps are done. A wrong decision is repaired quickly by sparse reward, a
     wrong word slowly. The tiny model learns both contexts, so that one start serves either."""
-    optimizer, _ = optimizer_for(lm, config, config.warmup_lr, 1)
+    optimizer = optimizer_for(lm, config)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=max(100, config.warmup), pct_start=0.05,
                                                    cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **env_options(config))
