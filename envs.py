@@ -297,6 +297,8 @@ class AlfWorld:
         self.root, self.horizon, self.game = alfworld_root(data), horizon, None
 
     def reset(self, task):
+        if not os.environ.get("ALFWORLD_DATA"):  # or the package, once imported, makes a folder of its own and points there
+            os.environ["ALFWORLD_DATA"] = os.path.dirname(self.root)
         try:  # here, not above: nobody needs the package for the other environments
             import textworld
             from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
