@@ -550,11 +550,11 @@ def versions():
 
 
 def evaluate(lm, pool, config):
-    """Held-out games at the evaluation's temperature and at 1 -> {temperature: report}."""
+    """Held-out games at the evaluation's temperature, in the house at 1 as well -> {temperature: (records, report)}."""
     ids = envs.tasks(config.env, "test" if config.env == "house" else "valid_seen", **env_options(config))
     ids = evaluation.spaced(ids, config.eval_games) if config.eval_games else []
     out = {}
-    for temperature in dict.fromkeys((config.eval_temperature, 1.0)):
+    for temperature in sorted({config.eval_temperature, 1.0 if config.env == "house" else config.eval_temperature}):
         sampler = Sampler(lm, config.engine, config.context, config.max_new, temperature)
         per_rank = -(-len(ids) // world())
         first = rank() * per_rank
@@ -569,8 +569,9 @@ def write_evaluation(before, after, config):
     t = config.eval_temperature
     out = {"env": config.env, "temperature": t, "n": after[t][1]["n"], "success": after[t][1]["success"], "interval": after[t][1]["interval"],
            "success_by_category": after[t][1]["success_by_category"], "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
-           "success_before_by_category": before[t][1]["success_by_category"], "success_at_1": after[1.0][1]["success"],
-           "success_before_at_1": before[1.0][1]["success"]}
+           "success_before_by_category": before[t][1]["success_by_category"]}
+    if 1.0 in after:
+        out |= {"success_at_1": after[1.0][1]["success"], "success_before_at_1": before[1.0][1]["success"]}
     with open(f"{config.out}/eval.json", "w") as file:
         json.dump(out, file, indent=1)
     with open(f"{config.out}/eval.jsonl", "w") as file:
@@ -578,7 +579,7 @@ def write_evaluation(before, after, config):
             for temperature, (records, _) in results.items():
                 file.writelines(json.dumps({"when": when, "temperature": temperature} | r) + "\n" for r in records)
     return evaluation.table({f"{when} SAPO, T = {temperature:g}": r for when, results in (("before", before), ("after", after))
-                             for temperature, (_, r) in results.items()})
+                             for temperature, (_, r) in sorted(results.items())})
 
 
 def set_aside(folder):
@@ -636,9 +637,8 @@ def run(config):
             if config.warmup:
                 imitate(lm, pool, config)
             before = evaluate(lm, pool, config)
-            t = config.eval_temperature
-            say(f"before SAPO: success {before[t][1]['success']:.1%} of {before[t][1]['n']} held-out games at T = {t:g}, "
-                f"{before[1.0][1]['success']:.1%} at T = 1")
+            say("before SAPO: success on {} held-out games ".format(before[config.eval_temperature][1]["n"])
+                + ", ".join(f"{r['success']:.1%} at T = {t:g}" for t, (_, r) in sorted(before.items())))
             train(lm, pool, config, Log(lm, config))
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             if rank() == 0:
