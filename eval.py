@@ -135,7 +135,7 @@ def plot(folders, path):
                 ax.lines[-1].set_label(label)
             ax.set(title=title, xlabel="iteration")
             ax.grid(alpha=0.3)
-    axes[0].set_ylim(0, 1)
+    axes[0].set_ylim(0, 1.02)
     axes[0].legend(fontsize=8)
     fig.savefig(path, dpi=110)
     plt.close(fig)
