@@ -431,6 +431,11 @@ def nouns():
     return some + [f"{n} {i}" for n in some for i in (1, 2, 3, 4)]
 
 
+def words():
+    """What the tiny model's tokenizer is made of."""
+    return phrases(), nouns()
+
+
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     """An episode of the expert: a list of (obs, info, thought, label, executed). In the house, `forget` is the share of episodes
     played by the forgetful demonstrator (over soon after its failure), `noise` the share of steps at which a random

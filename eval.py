@@ -195,7 +195,7 @@ def evaluate(args):
     split = args.split or ("test" if env == "house" else "valid_seen")
     games = spaced(envs.tasks(env, split, **options), args.limit)
     envs.make_env(env, **options)
-    lm = load(folder, words=(envs.phrases(), envs.nouns()))
+    lm = load(folder, words=envs.words())
     workers = setting.get("workers")
     pool = envs.Pool(env, options, (0 if env == "house" else min(16, os.cpu_count())) if workers is None else workers)
     sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)

@@ -336,7 +336,7 @@ def main():
     parser.add_argument("--model", default="tiny")
     args = parser.parse_args()
     try:
-        lm = load(args.model, words=(envs.phrases(), envs.nouns()))
+        lm = load(args.model, words=envs.words())
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
         mean, spread, saturated = readout_at_start(lm, [prompt])
     except ValueError as error:

@@ -55,8 +55,6 @@ class KVCache:
     """Keys and values of R rows, each with its own length. A new token's are written at the row's own position; what lies
     past it is junk that the mask hides until it is overwritten. Speaks the part of transformers' cache that decoders use."""
 
-    is_compileable = False
-
     def __init__(self):
         self.keys, self.values, self.capacity = [], [], 0  # per layer (R, H, capacity, D)
 
@@ -353,7 +351,7 @@ def main():
     parser.add_argument("--max_new", type=int, default=32, help="longest response in tokens")
     args = parser.parse_args()
     try:
-        lm = load(args.model, words=(envs.phrases(), envs.nouns()))
+        lm = load(args.model, words=envs.words())
     except ValueError as error:
         sys.exit(f"rollout.py: {error}")
     games = envs.tasks("house", "train")[:args.rows]

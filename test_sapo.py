@@ -737,7 +737,7 @@ def test_alfworld_has_all_its_games_and_the_expert_wins_them(split, size, played
 
 def random_model(architecture, seed=0):
     """A random model of an architecture behind the tiny tokenizer, its weights wide enough to make choices sharp."""
-    base = load("tiny", words=(envs.phrases(), envs.nouns()))
+    base = load("tiny", words=envs.words())
     config = dict(vocab_size=len(base.tokenizer) + 2, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, tie_word_embeddings=seed % 2 == 0, initializer_range=0.3,
                   eos_token_id=base.tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None)
@@ -872,7 +872,7 @@ def test_an_empty_response_is_an_invalid_turn_of_one_token():
 
 
 def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
-    lm = load("tiny", words=(envs.phrases(), envs.nouns()))
+    lm = load("tiny", words=envs.words())
     text = "take apple 1 from cabinet 12 </action> Zebra #7 é 😀 \n <|end|>x"
     ids = lm.tokenizer(text, add_special_tokens=False).input_ids
     assert lm.tokenizer.convert_ids_to_tokens(ids)[:3] == ["take", "apple 1", "from"]
@@ -881,13 +881,13 @@ def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
     again = load(str(tmp_path))
     assert again.value_ids == lm.value_ids and again.stop_ids == lm.stop_ids and again.chat.first(text) == lm.chat.first(text)
     torch.testing.assert_close(again.model.lm_head.weight, lm.model.lm_head.weight)
-    one = load("tiny", seed=1, words=(envs.phrases(), envs.nouns()))
+    one = load("tiny", seed=1, words=envs.words())
     assert not torch.equal(one.model.lm_head.weight, lm.model.lm_head.weight)
     assert readout_at_start(lm, [lm.chat.first("hello")]) == (0.0, 0.0, 0.0)
 
 
 def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
-    lm = load("tiny", words=(envs.phrases(), envs.nouns()))
+    lm = load("tiny", words=envs.words())
     size = len(lm.tokenizer)
     assert reserve_value_ids(lm.tokenizer, size + 2, lm.stop_ids) == (size, size + 1)
     with pytest.raises(ValueError, match="--value_tokens"):
@@ -909,7 +909,7 @@ def test_a_saturated_start_says_what_to_change():
 
 
 def test_the_conversation_grows_by_appending():
-    lm = load("tiny", words=(envs.phrases(), envs.nouns()))
+    lm = load("tiny", words=envs.words())
     stop = lm.stop_ids[0]
     said = lm.tokenizer("<action> look </action>", add_special_tokens=False).input_ids
     whole = lm.chat.encode([{"role": "user", "content": "one"}, {"role": "assistant", "content": "<action> look </action>"},
@@ -947,7 +947,7 @@ def small_config(tmp_path, *flags):
 def prepared(tmp_path, *flags, sharp=True):
     """A config, a model whose readouts are not all 0, and one rollout's mini-batches ready for update()."""
     config = small_config(tmp_path, *flags)
-    lm = random_model("qwen2", 1) if sharp else load("tiny", words=(envs.phrases(), envs.nouns()))
+    lm = random_model("qwen2", 1) if sharp else load("tiny", words=envs.words())
     turns = play(lm, "kv", config.context, 1.0)[0]
     for i, t in enumerate(turns):
         t.reward, t.invalid = 10.0 * (t.done and i % 2), i % 3 == 0

@@ -37,7 +37,7 @@ from tqdm import tqdm
 import envs
 import eval as evaluation
 from model import Batch, load, make_batch, readout_at_start, restricted_log_softmax
-from rollout import Sampler, make_samples, rollout
+from rollout import Sampler, make_samples, next_prompt, rollout
 from sapo import explained_variance, normalize_advantages, sapo_loss, turn_targets
 
 
@@ -467,10 +467,7 @@ def demonstrations(lm, pool, tasks, seed, context, config):
                 episode.took(turns[n - 1][4], obs, info)
             text = envs.RESPONSE.format(thought=thought, action=label if context == "window" else executed)
             response = lm.tokenizer(text, add_special_tokens=False).input_ids + [lm.chat.later("-")[0]]
-            if context == "window":
-                ids, spans = lm.chat.first(episode.window_prompt(config.history)), []
-            else:
-                ids = ids + (lm.chat.later(episode.full_prompt(), ids[-1]) if n else lm.chat.first(episode.full_prompt()))
+            ids, spans = next_prompt(lm, episode, context, config.history, ids, float("inf"))[2], [] if context == "window" else spans
             if context == "window" or executed == label:
                 spans.append((len(ids), len(ids) + len(response)))
             ids = ids + response
@@ -609,7 +606,7 @@ def prepare(config, pool, say):
         raise ValueError(f"{START} is missing; --warmup 5000 makes such a start anew")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     lm = load(START if ready_made else config.model, value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
-              device=device, seed=config.seed, words=(envs.phrases(), envs.nouns()))
+              device=device, seed=config.seed, words=envs.words())
     games = envs.tasks(config.env, "train", **env_options(config))
     size, words = sum(p.numel() for p in lm.model.parameters()), lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
     say(f"{config.model}: {size / 1e6:.1f} M parameters on {device}, {world()} rank(s); {config.env}: {len(games)} training games")
