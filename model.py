@@ -88,6 +88,16 @@ def make_batch(samples):
     return Batch(ids, torch.tensor([len(s[0]) for s in samples]), owner, *torch.tensor(turns).reshape(-1, 3).unbind(1))
 
 
+def micro_batches(samples, budget):
+    """[(ids, ...)] -> lists of samples of like length, shortest first, whose padded size stays below `budget` tokens."""
+    groups = []
+    for sample in sorted(samples, key=lambda s: len(s[0])):
+        if not groups or (len(groups[-1]) + 1) * len(sample[0]) > budget:
+            groups.append([])
+        groups[-1].append(sample)
+    return groups
+
+
 @dataclass
 class ActorCritic:
     """A causal LM and how it is read. value_ids = (w+, w-); stop_ids end a response; tau_v as in Eq. 1, r_max as in Eq. 2."""
@@ -117,9 +127,9 @@ class ActorCritic:
     def value_logits(self, hidden):
         """(..., D) -> (z+, z-), (..., 2): a product with two rows of the head, the rest of the vocabulary untouched. In float32, or
         16-bit logits would be rounded before one is taken from the other."""
-        head, rows = self.model.get_output_embeddings(), list(self.value_ids)
-        bias = None if getattr(head, "bias", None) is None else head.bias[rows].float()
-        return F.linear(hidden.float(), head.weight[rows].float(), bias)
+        head = self.model.get_output_embeddings()
+        two = lambda x: torch.stack([x[i] for i in self.value_ids]).float()  # by number: a list of them would be copied to the device
+        return F.linear(hidden.float(), two(head.weight), None if getattr(head, "bias", None) is None else two(head.bias))
 
     def readout(self, hidden):  # (..., D) -> p in [-1, 1], (...)
         return value_readout(self.value_logits(hidden), (0, 1), tau=self.tau_v)

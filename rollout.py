@@ -1,9 +1,9 @@
-"""Playing the tasks: one trajectory per task, all of them side by side, turn by turn.
+"""Playing the tasks: one trajectory per task, many of them side by side.
 
     rollout   task -> turns: prompt, sample a response, act, until every game is over
     Sampler   prompts -> responses, by one of two engines that agree token for token
-                kv   the handwritten loop: K/V tensors of our own with per-row positions, prefill, then one token at a
-                     time; rows that have finished are dropped
+                kv   the handwritten loop over K/V tensors of our own: prefill, then one token at a time; a row that has finished makes
+                     room at once, so nobody waits for the longest response
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
 Both draw a token by one uniform number u through the inverse of the cumulative distribution, and u comes from (seed,
@@ -13,20 +13,26 @@ V is read at the last token of the context, Q at the last token the policy chose
 Two ways of showing the past (`context`): `window` builds each turn's prompt anew from the last k turns; `full` lets the
 conversation grow: token ids are appended, never decoded and encoded again, and the kv cache lives across turns.
 
-Departures from the paper: none. Symbols: R rows (games), T tokens, L layers, H heads, D head size, V vocabulary.
+On a GPU a decoding step is a captured CUDA graph per (rows, length) bucket; on a CPU the same code runs eagerly.
+Departures from the paper: none. Symbols: R rows, T tokens, S longest sequence, L layers, H heads, D head size, V vocabulary.
     python rollout.py [--model NAME] [--rows 16]       races the two samplers
 """
 import argparse
+import contextlib
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import envs
-from model import load, restricted_log_softmax, value_readout
+from model import load, micro_batches, restricted_log_softmax, value_readout
 
 # ---------------------------------------------------------------------------------------------------------- sampling
 
@@ -39,59 +45,137 @@ class Response:
     q: float  # Q after the last
 
 
+BLOCK = 512
+
+
 def choose(logits, u, value_ids, temperature):
-    """(R, V) logits and (R,) uniforms in [0, 1) -> token (R,), log-prob (R,). Temperature 0 is greedy (log-prob at 1)."""
+    """(R, V) logits and (R,) uniforms in [0, 1) -> token (R,), log-prob (R,). Temperature 0 is greedy (log-prob at 1).
+
+    The inverse of the cumulative distribution in two steps, first the block of words and then the word: a GPU would scan a
+    whole vocabulary slowly. Sums are float64, and the first entry *above* u is taken: a word of probability 0 never is."""
     logp = restricted_log_softmax(logits / (temperature or 1.0), value_ids)
     if temperature == 0:
-        token = logp.argmax(-1)
+        token = logp.argmax(-1, keepdim=True)
     else:
-        cdf = logp.exp().double().cumsum(-1)  # float32 sums of a large vocabulary need not be monotone
-        # The first entry above u * total: one of probability 0 (w+, w-) never is. u < 1 must survive rounding.
-        token = torch.searchsorted(cdf, (u.double().clamp(max=1 - 2 ** -40) * cdf[:, -1])[:, None].contiguous(), right=True)[:, 0]
-    return token, logp.gather(1, token[:, None])[:, 0]
+        p = F.pad(logp.exp(), (0, -logp.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # (R, V / BLOCK, BLOCK)
+        mass = p.sum(-1, dtype=torch.float64).cumsum(-1)
+        target = u[:, None].double().clamp(max=1 - 2 ** -40) * mass[:, -1:]  # u < 1 must survive rounding
+        block = torch.searchsorted(mass, target, right=True)
+        inner = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
+        rest = torch.minimum(target - F.pad(mass, (1, 0)).gather(1, block), inner[:, -1:] * (1 - 2 ** -40))
+        token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
+    return token[:, 0], logp.gather(1, token)[:, 0]
+
+
+def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention for transformers' decoders. query (R, H, T, D), key and value (R, H', S, D) with H' dividing H, attention_mask
+    (R, 1, T, S) to add, or None: causal. -> (R, T, H, D), None. K and V are never repeated for the H / H' heads that share them."""
+    odd = [name for name in ("softcap", "sliding_window", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if odd:
+        raise ValueError(f"attention with {odd[0]}")
+    rows, heads, tokens, _ = query.shape
+    groups = heads // key.shape[1]
+    if attention_mask is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    elif tokens == 1:  # K and V are most of what a decoding step reads: the heads that share them are folded into the query axis
+        out = F.scaled_dot_product_attention(query.reshape(rows, key.shape[1], groups, -1), key, value, scale=scaling,
+                                             attn_mask=attention_mask.expand(-1, 1, groups, -1)).reshape(rows, heads, 1, -1)
+    else:  # one head of each group after the other: the mask is not repeated either
+        parts = [F.scaled_dot_product_attention(q, key, value, attn_mask=attention_mask, scale=scaling)
+                 for q in query.unflatten(1, (-1, groups)).unbind(2)]
+        out = torch.stack(parts, 2).flatten(1, 2)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("folded", attend)
+
+
+@contextlib.contextmanager
+def folded_attention(model):
+    before, model.config._attn_implementation = model.config._attn_implementation, "folded"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
 
 
 class KVCache:
-    """Keys and values of R rows, each with its own length. A new token's are written at the row's own position; what lies
-    past it is junk that the mask hides until it is overwritten. Speaks the part of transformers' cache that decoders use."""
+    """Keys and values of many sequences, a row each, every row with its own length: per layer (R, H', S + 1, D), where the last
+    position takes what padding writes. Speaks the part of transformers' cache that decoders use."""
 
-    def __init__(self):
-        self.keys, self.values, self.capacity = [], [], 0  # per layer (R, H, capacity, D)
+    def __init__(self, like):
+        """like: for each layer a K and a V of any size, (1, H', T, D)."""
+        self.keys, self.values = ([x[:0, :, :1].clone() for x in kind] for kind in zip(*like))
+        self.rows = self.length = 0
 
-    def reserve(self, capacity):
-        if capacity > self.capacity:
-            capacity = max(capacity, self.capacity + self.capacity // 4)  # or every turn of a long conversation would copy it all
-            extra = capacity - self.capacity
-            wider = lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], extra, x.shape[3])], 2)
-            self.keys, self.values = [wider(k) for k in self.keys], [wider(v) for v in self.values]
-            self.capacity = capacity
+    def grow(self, rows, length):
+        """Makes room, and keeps what there is."""
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):  # one after the other, or all would be there twice
+                tensors[layer] = old.new_zeros(rows, old.shape[1], length + 1, old.shape[3])
+                tensors[layer][:self.rows, :, :self.length] = old[:, :, :self.length]
+        self.rows, self.length = rows, length
 
-    def write_at(self, at):
-        """at (R, T): the positions the next forward writes. -> attention mask (R, 1, T, span), True where a query may look."""
-        self.at, self.span = at, int(at.max()) + 1
-        return torch.arange(self.span, device=at.device) <= at[:, None, :, None]
+    def permute(self, target, source, span):
+        """Row source[i] becomes row target[i], up to position span."""
+        for x in self.keys + self.values:
+            x[target, :, :span] = x[source, :, :span]
+
+    def aim(self, rows, at, read, span):
+        """For the next forward: the rows (R,) and positions at (R, T) it writes, and the rows it reads up to position span, a slice
+        or their numbers; None where it reads nothing but its own tokens. -> attention mask (R, 1, T, span) to add, or None."""
+        self.write, self.read, self.span = (rows[:, None], at), read, span
+        if read is None:
+            return None
+        unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
+        return torch.zeros(unseen.shape, dtype=self.keys[0].dtype, device=at.device).masked_fill(unseen, float("-inf"))
 
     def update(self, k, v, layer_idx, *args, **kwargs):
-        """Called by every attention layer: k, v (R, H, T, D) -> all up to the farthest position, (R, H, span, D)."""
-        if layer_idx == len(self.keys):
-            self.keys.append(k.new_zeros(*k.shape[:2], self.capacity, k.shape[3]))
-            self.values.append(v.new_zeros(*v.shape[:2], self.capacity, v.shape[3]))
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        for store, new in ((self.keys[layer_idx], k), (self.values[layer_idx], v)):
-            store.transpose(1, 2)[rows, self.at] = new.transpose(1, 2)
-        return self.keys[layer_idx][:, :, :self.span], self.values[layer_idx][:, :, :self.span]
+        """Called by every attention layer: the new k, v (R, H', T, D) -> all that may be looked at."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.transpose(1, 2)[self.write], values.transpose(1, 2)[self.write] = k.transpose(1, 2), v.transpose(1, 2)
+        return (k, v) if self.read is None else (keys[:, :, :self.span][self.read], values[:, :, :self.span][self.read])
 
     def get_seq_length(self, layer_idx=0):
         return 0  # asked for where positions are not given; they always are
 
-    def select(self, rows):
-        part = KVCache()
-        part.keys, part.values, part.capacity = [k[rows] for k in self.keys], [v[rows] for v in self.values], self.capacity
-        return part
 
-    def put(self, rows, part):
-        for mine, theirs in zip(self.keys + self.values, part.keys + part.values):
-            mine[rows] = theirs
+class Rows:
+    """The state of many sequences side by side, a row each: what a decoding step needs and leaves, on the device."""
+
+    STATE = "hidden at count going u tokens logp v q".split()
+
+    def __init__(self, cache, hidden, max_new):
+        zeros = lambda *shape, dtype=torch.float32: torch.zeros(0, *shape, dtype=dtype, device=hidden.device)
+        self.cache = cache
+        self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, D) of the last token
+        self.at = zeros(dtype=torch.long)  # the position the next token will have
+        self.count = zeros(dtype=torch.long)  # tokens drawn
+        self.going = zeros(dtype=torch.bool)  # more are to be drawn
+        self.u = zeros(max_new)  # ... with these uniform numbers
+        self.tokens, self.logp = zeros(max_new + 1, dtype=torch.long), zeros(max_new + 1)  # the last column is for what idle rows draw
+        self.v, self.q = zeros(), zeros()  # as p, Eq. 1
+        self.names, self.length = [], []  # whose row it is, None: nobody's; how long, at most (known without asking a GPU)
+
+    def grow(self, rows, length):
+        self.cache.grow(rows, length)
+        for name in self.STATE:
+            old = getattr(self, name)
+            setattr(self, name, torch.cat([old, old.new_zeros(rows - len(old), *old.shape[1:])]))
+        self.names += [None] * (rows - len(self.names))
+        self.length += [0] * (rows - len(self.length))
+
+    def swap(self, some, others):
+        """Rows some[i] and others[i] change places."""
+        if some:
+            span = max(self.length[i] for i in some + others)
+            target, source = torch.tensor([some + others, others + some], device=self.at.device)
+            self.cache.permute(target, source, span)
+            for name in self.STATE:
+                getattr(self, name)[target] = getattr(self, name)[source]
+            for host in (self.names, self.length):
+                for i, j in zip(some, others):
+                    host[i], host[j] = host[j], host[i]
 
 
 class Recorder(LogitsProcessor):
@@ -119,41 +203,71 @@ class OneStepLate(StoppingCriteria):
 
 
 class Sampler:
-    """Draws responses to token sequences. Counts tokens_encoded (context tokens run through the model, those encoded again
-    included) and tokens_sampled.
+    """Draws responses to token sequences.
 
-    engine "kv" or "hf"; context "window" forgets every sequence after the call, "full" keeps the keys and values of a
-    sequence until a call leaves its name out. max_new: the longest response in tokens."""
+        sampler.add(name, sequence, u)     a sequence (list of ids) to continue, and (max_new,) uniforms to draw with
+        sampler.run()                      works until some have ended -> [(name, Response)]; hf works until all have
+        sampler(names, sequences, u)       both, for a whole batch -> a Response each
 
-    def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0):
+    engine "kv" or "hf". context "window" forgets a sequence when its response has ended; "full" keeps its keys and values for
+    the next one under that name, until `drop`. max_new: the longest response in tokens. compile: torch.compile for kv's decoding
+    step. Counts tokens_encoded (context tokens run through the model, those encoded again included), tokens_sampled, and
+    tokens_decoded (rows times decoding steps; what is not among tokens_sampled was wasted)."""
+
+    PREFILL = 16384  # padded tokens a prefill forward takes
+    PATIENCE = 8  # decoding steps a game has to answer before it is waited for
+
+    def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0, compile=False):
         for what, value, options in (("engine", engine, ("kv", "hf")), ("context", context, ("window", "full"))):
             if value not in options:
                 raise ValueError(f"unknown {what} {value!r}; known: {', '.join(options)}")
-        layers = getattr(lm.model.config, "layer_types", None)
-        sliding = getattr(lm.model.config, "sliding_window", None) if layers is None else set(layers) - {"full_attention"}
-        if engine == "kv" and sliding:
-            raise ValueError(f"the kv engine serves full attention only, and this model's is limited ({sliding}): use --engine hf")
         self.lm, self.engine, self.context, self.max_new, self.temperature = lm, engine, context, max_new, temperature
-        self.tokens_encoded = self.tokens_sampled = 0
-        self.forget()
+        self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
+        self.added, self.open = [], 0
+        if engine == "kv":
+            self.prepare(compile)
 
-    def forget(self):
-        self.cache, self.rows = KVCache(), {}  # --context full: name -> (row, tokens that have been encoded)
+    @property
+    def busy(self):
+        """How many sequences have not got their responses yet."""
+        return len(self.added) + self.open
+
+    def add(self, name, sequence, u):
+        self.added.append((name, sequence, u))
 
     @torch.no_grad()
-    def __call__(self, names, sequences, u):
-        """names: what to call the sequences (lists of ids); u (R, max_new) uniforms -> a Response each."""
-        u = torch.as_tensor(np.asarray(u), dtype=torch.float32, device=self.lm.device)
-        out = (self.kv if self.engine == "kv" else self.hf)(names, sequences, u)
-        self.tokens_sampled += sum(len(r.ids) for r in out)
+    def run(self):
+        out = (self.kv if self.engine == "kv" else self.hf)() if self.busy else []
+        self.tokens_sampled += sum(len(response.ids) for _, response in out)
         return out
 
-    def hf(self, names, sequences, u):
-        lm, n = self.lm, max(map(len, sequences))
+    def __call__(self, names, sequences, u):
+        for row in zip(names, sequences, u):
+            self.add(*row)
+        said = {}
+        while self.busy:
+            said |= dict(self.run())
+        return [said[name] for name in names]
+
+    def forget(self):
+        """Drops every sequence. The memory stays: captured graphs point into it."""
+        self.added, self.open = [], 0
+        if self.engine == "kv":
+            self.rows.names = [None] * len(self.rows.names)
+            self.rows.going[:] = False
+
+    def drop(self, name):
+        """Forgets a conversation that is over."""
+        if self.engine == "kv" and name in self.rows.names:
+            self.rows.names[self.rows.names.index(name)] = None
+
+    # ---- hf
+    def hf(self):
+        lm, (names, sequences, u) = self.lm, zip(*self.added)
+        self.added, n = [], max(map(len, sequences))
         ids = torch.tensor([[lm.stop_ids[0]] * (n - len(s)) + s for s in sequences], device=lm.device)
         seen = torch.tensor([[0] * (n - len(s)) + [1] * len(s) for s in sequences], device=lm.device)
-        self.tokens_encoded += sum(map(len, sequences))
-        recorder = Recorder(lm, u, self.temperature, n)
+        recorder = Recorder(lm, torch.as_tensor(np.stack(u), device=lm.device), self.temperature, n)
         own, lm.model.generation_config = lm.model.generation_config, GenerationConfig()  # or a model's own top-k would creep in
         try:
             done = lm.model.generate(
@@ -162,69 +276,154 @@ class Sampler:
         finally:
             lm.model.generation_config = own
         logp, v = torch.stack(recorder.logp, 1).tolist(), (lm.r_max * torch.stack(recorder.p, 1)).tolist()  # (R, steps)
+        self.tokens_encoded += sum(map(len, sequences))
+        self.tokens_decoded += len(names) * (len(v[0]) - 1)
+        self.steps += len(v[0]) - 1
         out = []
         for row, tokens in enumerate(done[:, n:].tolist()):
             m = next((i + 1 for i, t in enumerate(tokens[:self.max_new]) if t in lm.stop_ids), min(len(tokens), self.max_new))
-            out.append(Response(tokens[:m], logp[row][:m], v[row][0], v[row][m]))
+            out.append((names[row], Response(tokens[:m], logp[row][:m], v[row][0], v[row][m])))
         return out
 
-    def prefill(self, names, sequences):
-        """Encodes what is new of every sequence -> cache, hidden state of each last token (R, D), lengths (R,)."""
-        if self.context == "window":
-            self.forget()
-        old = [self.rows.get(name, (0, 0)) for name in names]
-        if [row for row, _ in old] != list(range(len(self.rows))):  # episodes ended or joined
-            self.cache = self.cache.select(torch.tensor([row for row, _ in old], device=self.lm.device))
-        new = [s[known:] for s, (_, known) in zip(sequences, old)]
-        self.tokens_encoded += sum(map(len, new))
-        width = max(map(len, new))
-        ids = torch.tensor([s + [0] * (width - len(s)) for s in new], device=self.lm.device)
-        start = torch.tensor([known for _, known in old], device=self.lm.device)
-        at = start[:, None] + torch.arange(width, device=self.lm.device)
-        self.cache.reserve(int(at.max()) + self.max_new + 2)
-        mask = self.cache.write_at(at)
-        hidden = self.lm.body(ids, position_ids=at, attention_mask=mask, past_key_values=self.cache, use_cache=True)
-        count = torch.tensor([len(s) for s in new], device=self.lm.device)
-        return hidden[torch.arange(len(new), device=self.lm.device), count - 1], start + count
+    # ---- kv: rows [0, self.open) are being decoded; in `full`, others keep conversations whose games are thinking
+    def prepare(self, compile):
+        """Looks at the model's own cache and compares the engine with the model: ValueError where it cannot serve it."""
+        lm, device = self.lm, self.lm.device
+        refusal = f"the kv engine cannot serve {type(lm.model).__name__}, use --engine hf: "
+        layers = getattr(lm.model.config, "layer_types", None)
+        limited = getattr(lm.model.config, "sliding_window", None) if layers is None else set(layers) - {"full_attention"}
+        if limited:
+            raise ValueError(f"{refusal}its attention is limited ({limited})")
+        ids = at = torch.arange(4, device=device)[None]
+        try:
+            with torch.no_grad():
+                theirs = lm.model.base_model(input_ids=ids, use_cache=True)
+                self.rows = Rows(KVCache([(x.keys, x.values) for x in theirs.past_key_values.layers]), theirs.last_hidden_state, self.max_new)
+                self.rows.grow(1, 4)
+                with folded_attention(lm.model):
+                    ours = [self.forward(ids[:, a:b], at[:, a:b], at[0, :1], slice(1) if a else None, b) for a, b in ((0, 2), (2, 3), (3, 4))]
+        except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
+            raise ValueError(f"{refusal}{error}") from None
+        near = 1e-3 if lm.model.dtype == torch.float32 else 0.1
+        if not torch.allclose(torch.cat(ours, 1).float(), theirs.last_hidden_state.float(), atol=near, rtol=near):
+            raise ValueError(f"{refusal}its hidden states differ")
+        self.value_ids = torch.tensor(lm.value_ids, device=device)
+        self.is_stop = torch.zeros(len(lm.model.get_output_embeddings().weight), dtype=torch.bool, device=device)
+        self.is_stop[list(lm.stop_ids)] = True
+        self.decode_one_token = torch.compile(self.forward, dynamic=True) if compile else self.forward
+        self.graphs, self.pool = {}, None
+        self.every = 8 if device.type == "cuda" else 1  # steps between two looks at what has ended: a look holds up a GPU
 
-    def decode_one_token(self, cache, token, at):
-        """token, at (R,) -> hidden state (R, D)."""
-        mask = cache.write_at(at[:, None])
-        return self.lm.body(token[:, None], position_ids=at[:, None], attention_mask=mask, past_key_values=cache, use_cache=True)[:, 0]
+    def forward(self, ids, at, rows, read, span):
+        """ids and their positions at (R, T), in the rows (R,) -> hidden states (R, T, D). `read`, `span`: as KVCache.aim has them."""
+        mask = self.rows.cache.aim(rows, at, read, span)
+        return self.lm.body(ids, position_ids=at, attention_mask=mask, past_key_values=self.rows.cache, use_cache=True)
 
-    def keep(self, home, cache):
-        if self.context == "full" and cache is not self.cache:
-            self.cache.put(home, cache)
+    def kv(self):
+        """Encodes what was added, then decodes until a row has ended."""
+        with folded_attention(self.lm.model):
+            self.prefill()
+            while True:
+                for _ in range(self.every):
+                    self.step()
+                ended = [i for i, going in enumerate(self.rows.going[:self.open].tolist()) if not going]
+                if ended:
+                    return self.collect(ended)
 
-    def kv(self, names, sequences, u):
-        lm, n = self.lm, len(sequences)
-        stops = torch.tensor(lm.stop_ids, device=lm.device)
-        hidden, length = self.prefill(names, sequences)
-        cache, home = self.cache, torch.arange(n, device=lm.device)  # home: which sequence a row of `cache` is
-        v, q = lm.readout(hidden), torch.zeros(n, device=lm.device)  # SAPO: V costs two dot products
-        tokens, logps = torch.zeros(n, self.max_new, dtype=torch.long, device=lm.device), torch.zeros(n, self.max_new, device=lm.device)
-        count = torch.zeros(n, dtype=torch.long, device=lm.device)  # tokens chosen
-        open_ = torch.ones(n, dtype=torch.bool, device=lm.device)
-        for step in range(self.max_new):
-            token, logp = choose(lm.logits(hidden).float(), u[home, step], lm.value_ids, self.temperature)
-            going = open_[home]  # a row that has finished idles until enough have: dropping copies the cache
-            tokens[home[going], step], logps[home[going], step] = token[going], logp[going]
-            count[home[going]] += 1
-            hidden = self.decode_one_token(cache, token, (length + count)[home] - going.long())  # idle rows write past their end
-            ended = going & (torch.isin(token, stops) | (step == self.max_new - 1))
-            q[home[ended]] = lm.readout(hidden[ended])  # SAPO: and so does Q
-            open_[home[ended]] = False
-            left = open_[home]
-            if not left.any():
-                break
-            if left.sum() <= 0.75 * len(home):
-                self.keep(home, cache)
-                cache, home, hidden = cache.select(left), home[left], hidden[left]
-        if self.context == "full":
-            self.keep(home, cache)
-            self.rows = {name: (i, length_i) for i, (name, length_i) in enumerate(zip(names, (length + count).tolist()))}
-        v, q = (lm.r_max * v).tolist(), (lm.r_max * q).tolist()
-        return [Response(tokens[i, :c].tolist(), logps[i, :c].tolist(), v[i], q[i]) for i, c in enumerate(count.tolist())]
+    def prefill(self):
+        """Encodes what is new of the sequences that were added, in chunks of like length, and opens their rows."""
+        if not self.added:
+            return
+        rows, device, added, self.added = self.rows, self.lm.device, self.added, []
+        mine = {name: i for i, name in enumerate(rows.names) if name is not None}
+        lacking = sum(name not in mine for name, _, _ in added) - rows.names.count(None)
+        self.reserve(len(rows.names) + max(0, lacking), max(len(sequence) for _, sequence, _ in added) + self.max_new)
+        free, new = [i for i, name in enumerate(rows.names) if name is None], []
+        for name, sequence, _ in added:
+            i = mine[name] if name in mine else free.pop(0)
+            start = rows.length[i] if name in mine else 0
+            rows.names[i], rows.length[i] = name, len(sequence)
+            new.append((sequence[start:], i, start))
+        index = torch.tensor([i for _, i, _ in new], device=device)
+        rows.u[index] = torch.as_tensor(np.stack([u for _, _, u in added]), dtype=torch.float32, device=device)
+        rows.at[index], rows.count[index], rows.going[index] = torch.tensor([len(s) for _, s, _ in added], device=device), 0, True
+        for chunk in micro_batches(new, self.PREFILL):
+            width, span = len(chunk[-1][0]), max(start + len(ids) for ids, _, start in chunk)
+            pad = lambda x, value: list(x) + [value] * (width - len(x))
+            ids, at = torch.tensor([[pad(ids, 0), pad(range(start, start + len(ids)), rows.cache.length)] for ids, _, start in chunk],
+                                   device=device).unbind(1)  # (R, T)
+            index = torch.tensor([i for _, i, _ in chunk], device=device)
+            hidden = self.forward(ids, at, index, index if any(start for _, _, start in chunk) else None, span)
+            rows.hidden[index] = last = hidden[range(len(chunk)), [len(ids) - 1 for ids, _, _ in chunk]]
+            rows.v[index] = self.lm.readout(last)  # SAPO: V costs two dot products
+        self.tokens_encoded += sum(len(ids) for ids, _, _ in new)
+        self.settle([*range(self.open), *(i for _, i, _ in new)])
+
+    def reserve(self, rows, length):
+        cache = self.rows.cache
+        if rows > cache.rows or length > cache.length:
+            if length > cache.length:  # by a quarter at least, or every turn of a long conversation would copy it all
+                length = -(-max(length, cache.length * 5 // 4) // 64) * 64
+            self.rows.grow(max(rows, cache.rows), max(length, cache.length))
+            self.graphs = {}
+
+    def settle(self, going):
+        """Brings the rows that go on to the front."""
+        self.open = len(going)
+        self.rows.swap(sorted(set(range(self.open)) - set(going)), [i for i in going if i >= self.open])
+
+    def step(self):
+        """One token for every open row."""
+        rows, n = self.rows, self.open
+        span = min(max(rows.length[:n]) + 1, rows.cache.length)
+        self.replay(n, span) if self.lm.device.type == "cuda" else self.decode(n, span)
+        rows.length[:n] = [length + 1 for length in rows.length[:n]]
+        self.tokens_decoded += n
+        self.steps += 1
+
+    def decode(self, n, span):
+        """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last. Rows that are not going
+        idle along: what they write is never looked at. Touches nothing but the device."""
+        rows, lm = self.rows, self.lm
+        at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
+        u = rows.u[:n].gather(1, count.clamp(max=self.max_new - 1)[:, None])[:, 0]
+        token, logp = choose(lm.logits(rows.hidden[:n]).float(), u, self.value_ids, self.temperature)
+        column = torch.where(going, count, self.max_new)[:, None]
+        rows.tokens[:n].scatter_(1, column, token[:, None])
+        rows.logp[:n].scatter_(1, column, logp[:, None])
+        hidden = self.decode_one_token(token[:, None], at[:, None], torch.arange(n, device=at.device), slice(n), span)[:, 0]
+        rows.hidden[:n] = hidden
+        at += going
+        count += going
+        ended = going & (self.is_stop[token] | (count == self.max_new))
+        rows.q[:n] = torch.where(ended, lm.readout(hidden), rows.q[:n])  # SAPO: and so does Q
+        going &= ~ended
+
+    def replay(self, n, span):
+        """The same as a CUDA graph, one per bucket of rows and length. The first step in a bucket is run, not replayed: a capture needs
+        a warm-up."""
+        n = min(n if n <= 2 else -(-n // 4) * 4 if n <= 16 else -(-n // 16) * 16, len(self.rows.names))
+        span = min(-(-span // 256) * 256, self.rows.cache.length)
+        if (n, span) in self.graphs:
+            return self.graphs[n, span].replay()
+        self.decode(n, span)
+        self.graphs[n, span] = graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.decode(n, span)
+        self.pool = self.pool or graph.pool()
+
+    def collect(self, ended):
+        """-> [(name, Response)] of the rows that have ended; the others move up."""
+        rows, index = self.rows, torch.tensor(ended, device=self.lm.device)
+        count, at, v, q = (x[index].tolist() for x in (rows.count, rows.at, self.lm.r_max * rows.v, self.lm.r_max * rows.q))
+        tokens, logp = rows.tokens[index].tolist(), rows.logp[index].tolist()
+        out = [(rows.names[i], Response(tokens[k][:count[k]], logp[k][:count[k]], v[k], q[k])) for k, i in enumerate(ended)]
+        for k, i in enumerate(ended):
+            rows.length[i] = at[k]
+            if self.context == "window":
+                rows.names[i] = None
+        self.settle([i for i in range(self.open) if i not in set(ended)])
+        return out
 
 
 # ------------------------------------------------------------------------------------------------------ trajectories
@@ -276,59 +475,92 @@ def next_prompt(lm, episode, context, history, sequence, limit):
     return text, ids, ids
 
 
-def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, history=2, max_prompt=2048, max_context=None, bar=None):
-    """Plays every task once, side by side -> the turns of all trajectories, in order of trajectory and turn.
+@dataclass
+class Play:
+    """A trajectory under way."""
+
+    task: str
+    episode: envs.Episode = None
+    sequence: list = field(default_factory=list)  # what the model has read and said so far
+    turns: list = field(default_factory=list)
+    asked: tuple = None  # the prompt, text and ids
+    said: tuple = None  # response, its text, action, whether that was valid
+
+
+def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2, max_prompt=2048, max_context=None, bar=None):
+    """Plays every task once, `rows` of them side by side (default: all) -> the turns of all trajectories, in order of trajectory
+    and turn.
+
+    A response that has ended is handed to its game while the others go on, and `sampler.PATIENCE` decoding steps later the
+    game's answer is taken, waited for if need be. What is decoded together thus never depends on the clock: games may answer
+    in any order, workers may die, and the same seed gives the same numbers to the last bit.
 
     `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers. max_prompt bounds a
     window's prompt, max_context (default: the model's limit) a whole sequence with its response: an episode whose next
     prompt cannot fit ends as truncated; ValueError where not even the first one fits. `bar`: a tqdm bar, one tick a game."""
     lm = sampler.lm
-    task_of = dict(zip(range(len(tasks)) if trajs is None else trajs, tasks))
+    plays = {traj: Play(task) for traj, task in zip(range(len(tasks)) if trajs is None else trajs, tasks)}
     limit = min(max_context or lm.max_length, lm.max_length) - sampler.max_new
     limit = min(limit, max_prompt) if sampler.context == "window" else limit
-    for traj, task in task_of.items():
-        pool.start(traj, task)
-    episodes = {traj: envs.Episode(*answer) for traj, answer in zip(task_of, pool.gather(task_of))}
-    sequences, turns, active = {traj: [] for traj in task_of}, {traj: [] for traj in task_of}, list(task_of)
+    waiting, thinking = deque(plays), deque()  # thinking: (trajectory, step at which its game was told), oldest first
     sampler.forget()
-    while active:
-        prompts = {}
-        for traj in active:
-            text, ids, whole = next_prompt(lm, episodes[traj], sampler.context, history, sequences[traj], limit)
-            if len(whole) <= limit:
-                prompts[traj], sequences[traj] = (text, ids), whole
-            elif turns[traj]:
-                turns[traj][-1].done = turns[traj][-1].truncated = True
-                pool.drop(traj)
-                bar and bar.update()
+
+    def begin():
+        if waiting:
+            pool.start(waiting[0], plays[waiting[0]].task)
+            thinking.append((waiting.popleft(), sampler.steps))
+
+    def ask(traj, play):
+        """Puts the next prompt to the model. -> False where it does not fit."""
+        text, ids, whole = next_prompt(lm, play.episode, sampler.context, history, play.sequence, limit)
+        if len(whole) > limit:
+            return False
+        play.asked, play.sequence = (text, ids), whole
+        sampler.add(traj, whole, uniforms(seed, traj, len(play.turns), sampler.max_new))
+        return True
+
+    for _ in range(rows or len(plays)):
+        begin()
+    while thinking or sampler.busy:
+        heard = []
+        if thinking and (not sampler.busy or sampler.steps - thinking[0][1] >= sampler.PATIENCE):
+            heard = [traj for traj, told in thinking if told < sampler.steps or not sampler.busy]
+            thinking = deque(list(thinking)[len(heard):])
+        for traj, answer in zip(heard, pool.gather(heard)):
+            play = plays[traj]
+            if play.said is None:
+                play.episode = envs.Episode(*answer)
             else:
-                raise ValueError(f"the first prompt of {task_of[traj]} has {len(whole)} tokens and only {limit} fit beside a response of "
-                                 f"{sampler.max_new}: lower --max_new, raise --max_prompt, or take a model with a longer context")
-        active = list(prompts)
-        if not active:
-            break
+                play.turns.append(turn_of(traj, play, *answer))
+                play.episode.took(play.turns[-1].action, answer[0], answer[-1])
+            if not (play.turns and play.turns[-1].done) and not ask(traj, play):
+                if not play.turns:
+                    raise ValueError(f"the first prompt of {play.task} does not fit: only {limit} tokens do beside a response of {sampler.max_new}; "
+                                     "lower --max_new, raise --max_prompt, or take a model with a longer context")
+                play.turns[-1].done = play.turns[-1].truncated = True
+                pool.drop(traj)
+            if play.turns and play.turns[-1].done:
+                sampler.drop(traj)
+                bar and bar.update()
+                begin()
+        for traj, response in sampler.run():
+            play = plays[traj]
+            play.sequence = play.sequence + response.ids
+            text = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
+            play.said = response, text, *envs.parse_action(text, pool.fallback)
+            pool.step(traj, play.said[2])
+            thinking.append((traj, sampler.steps))
+    sampler.forget()
+    return [turn for play in plays.values() for turn in play.turns]
 
-        u = [uniforms(seed, traj, len(turns[traj]), sampler.max_new) for traj in active]
-        said = dict(zip(active, sampler(active, [sequences[traj] for traj in active], u)))
-        texts, actions = {}, {}
-        for traj, response in said.items():
-            sequences[traj] = sequences[traj] + response.ids
-            texts[traj] = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
-            actions[traj] = envs.parse_action(texts[traj], pool.fallback)
-            pool.step(traj, actions[traj][0])
 
-        for traj, (obs, reward, terminated, truncated, info) in zip(active, pool.gather(active)):
-            response, (text, ids), (action, valid), episode = said[traj], prompts[traj], actions[traj], episodes[traj]
-            turns[traj].append(Turn(
-                traj=traj, turn=len(turns[traj]), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
+def turn_of(traj, play, obs, reward, terminated, truncated, info):
+    """What the model was asked and said, and what the game answered, as a Turn."""
+    (text, ids), (response, said, action, valid) = play.asked, play.said
+    return Turn(traj=traj, turn=len(play.turns), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
                 reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
-                admissible=action in episode.info["admissible"], won=info["won"], score=info["score"], task=task_of[traj],
-                category=info["category"], prompt=text, text=texts[traj], action=action))
-            episode.took(action, obs, info)
-            bar and turns[traj][-1].done and bar.update()
-        active = [traj for traj in active if not turns[traj][-1].done]
-    sampler.forget()  # the cache's memory is the update's now
-    return [turn for mine in turns.values() for turn in mine]
+                admissible=action in play.episode.info["admissible"], won=info["won"], score=info["score"], task=play.task,
+                category=info["category"], prompt=text, text=said, action=action)
 
 
 def make_samples(turns, context):

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import envs
 import eval as evaluation
-from model import Batch, load, make_batch, readout_at_start, restricted_log_softmax
+from model import Batch, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
 from rollout import Sampler, make_samples, next_prompt, rollout
 from sapo import explained_variance, normalize_advantages, sapo_loss, turn_targets
 
@@ -204,16 +204,6 @@ class Chunk:
     adv: torch.Tensor = None  # (N,) each
     y_v: torch.Tensor = None
     y_q: torch.Tensor = None
-
-
-def micro_batches(samples, budget):
-    """[(ids, spans, ...)] -> lists of samples of like length whose padded size stays below `budget` tokens."""
-    groups = []
-    for sample in sorted(samples, key=lambda s: len(s[0])):
-        if not groups or (len(groups[-1]) + 1) * len(sample[0]) > budget:
-            groups.append([])
-        groups[-1].append(sample)
-    return groups
 
 
 def mini_batches(turns, config, iteration):
