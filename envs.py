@@ -460,7 +460,7 @@ class Episode:
 
     def __init__(self, obs, info):
         self.obs, self.info, self.history = obs, info, []
-        self.always = [c for c in info["admissible"] if c.startswith("go to ")]
+        self.always = [c for c in info["admissible"] if c.startswith("go to ") or c in ("inventory", "look")]
 
     def took(self, action, obs, info):
         self.history.append((self.obs, action))
@@ -634,16 +634,16 @@ class Pool:
         self.local = None if workers else Games(name, self.options)
         self.procs, self.conns, self.outbox, self.open = [None] * workers, [None] * workers, [None] * workers, [0] * workers
         self.seats, self.keys, self.answers, self.loading = {}, {}, {}, {}  # by key; key by number; by key; workers by task
-        self.count, self.deaths, self.seconds = 0, [0] * workers, 0.0
+        self.count, self.loaded, self.deaths, self.seconds = 0, -1, [0] * workers, 0.0  # seconds spent on games or waiting for them
         for w in range(workers):
             self.spawn(w)
 
     # ---- what the caller says
     def load(self, tasks):
-        for i, task in enumerate(tasks if self.procs else ()):
-            w = i % len(self.procs)
-            self.loading.setdefault(task, []).append(w)
-            self.post(w, "load", None, task)
+        for task in tasks if self.procs else ():
+            self.loaded = (self.loaded + 1) % len(self.procs)  # one worker after the other
+            self.loading.setdefault(task, []).append(self.loaded)
+            self.post(self.loaded, "load", None, task)
 
     def start(self, key, task):
         self.begin(key, "start", task)
@@ -699,10 +699,12 @@ class Pool:
         seat = self.seats[key]
         seat.asked.append((op, *args))
         if self.local:
+            began = time.time()
             try:
                 self.answers[key] = getattr(self.local, op)(seat.number, *args)
             except Exception as error:
                 self.answers[key] = GameError(f"{type(error).__name__}: {error}")
+            self.seconds += time.time() - began
         else:
             self.post(seat.worker, op, seat.number, *args)
 

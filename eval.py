@@ -10,6 +10,7 @@ columns with n and a 95 % Wilson interval. Writes OUT (a JSON report) and beside
 Departure from the paper: it draws its test games with replacement (128 draws hold about 84 of valid_seen's 140 games).
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import envs
 from model import load
 from rollout import Sampler, rollout
 
-SIDE_BY_SIDE = 128  # games played at once
+SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
 
 
 def play(sampler, games, pool, *, seed=0, first=0, history=2, max_prompt=2048, max_context=None, title="evaluation", quiet=False):
@@ -30,17 +31,14 @@ def play(sampler, games, pool, *, seed=0, first=0, history=2, max_prompt=2048, m
     games; a game's random numbers depend on (seed, its number) alone."""
     records = []
     with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
-        for at in range(0, len(games), SIDE_BY_SIDE):
-            part = games[at:at + SIDE_BY_SIDE]
-            pool.load(part)
-            turns = rollout(sampler, part, pool, seed=(seed, 0, 5), trajs=range(first + at, first + at + len(part)), history=history,
-                            max_prompt=max_prompt, max_context=max_context, bar=bar)
-            for traj in dict.fromkeys(t.traj for t in turns):
-                mine = [t for t in turns if t.traj == traj]
-                records.append({"task": mine[-1].task, "category": envs.CATEGORIES.get(mine[-1].category, mine[-1].category),
-                                "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated,
-                                "valid_actions": float(np.mean([not t.invalid for t in mine])),
-                                "actions": [t.action for t in mine], "responses": [t.text for t in mine]})
+        turns = rollout(sampler, games, pool, seed=(seed, 0, 5), trajs=range(first, first + len(games)), rows=SIDE_BY_SIDE, history=history,
+                        max_prompt=max_prompt, max_context=max_context, bar=bar)
+    for _, mine in itertools.groupby(turns, lambda t: t.traj):
+        mine = list(mine)
+        records.append({"task": mine[-1].task, "category": envs.CATEGORIES.get(mine[-1].category, mine[-1].category),
+                        "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated,
+                        "valid_actions": float(np.mean([not t.invalid for t in mine])),
+                        "actions": [t.action for t in mine], "responses": [t.text for t in mine]})
     return records
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 # --------------------------------------------------------------------------------------- readouts (copy these alone)
 
@@ -236,18 +236,40 @@ def load_tokenizer(name):
     return AutoTokenizer.from_pretrained(name)
 
 
-def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32, seed=0, words=()):
+# Of Qwen2.5, from the config.json of each: width, width of the MLP, layers, heads, heads of K and V, vocabulary, head is the embedding
+QWEN25 = {"0.5B": (896, 4864, 24, 14, 2, 151936, True), "1.5B": (1536, 8960, 28, 12, 2, 151936, True), "3B": (2048, 11008, 36, 16, 2, 151936, True),
+          "7B": (3584, 18944, 28, 28, 4, 152064, False)}
+
+
+def architecture(name):
+    """The config of a model by name; Qwen2.5's sizes are known without a download."""
+    size = re.fullmatch(r"(?:Qwen/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
+    if os.path.isdir(name) or not size or size[1] not in QWEN25:
+        return AutoConfig.from_pretrained(hub_id(name))
+    width, mlp, layers, heads, kv_heads, vocabulary, tied = QWEN25[size[1]]
+    return Qwen2Config(hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+                       vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, rms_norm_eps=1e-6,
+                       rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+
+
+def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32, seed=0, words=(), random_weights=False):
     """-> ActorCritic on `device` (default: a GPU where there is one).
 
     `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was trained with, else 1 and
-    10. `seed` and `words` (fixed strings, nouns) make the tiny model. ValueError says what is wrong."""
-    saved = {}
+    10. `seed` and `words` (fixed strings, nouns) make the tiny model; so does its tokenizer serve random_weights, which builds
+    the named architecture alone, for measuring. ValueError says what is wrong."""
+    saved, device = {}, torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if name == "tiny":
         model, tokenizer = tiny(*words, seed=seed)
     else:
         try:
-            tokenizer = load_tokenizer(hub_id(name))
-            model = AutoModelForCausalLM.from_pretrained(hub_id(name), dtype=dtype, attn_implementation="sdpa")
+            if random_weights:
+                tokenizer = tiny_tokenizer(*words)
+                with device:
+                    model = AutoModelForCausalLM.from_config(architecture(name), dtype=dtype, attn_implementation="sdpa")
+            else:
+                tokenizer = load_tokenizer(hub_id(name))
+                model = AutoModelForCausalLM.from_pretrained(hub_id(name), dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal language model, nor a hub id that "
@@ -255,7 +277,6 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
         if os.path.isfile(os.path.join(name, "sapo.json")):
             with open(os.path.join(name, "sapo.json")) as file:
                 saved = json.load(file)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chat = Chat(tokenizer)
     defaults = model.generation_config.eos_token_id
     end_of_turn = chat.later("-")[0]

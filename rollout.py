@@ -19,16 +19,15 @@ Departures from the paper: none. Symbols: R rows, T tokens, S longest sequence, 
 """
 import argparse
 import contextlib
-import statistics
+import os
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import envs
@@ -206,7 +205,7 @@ class Sampler:
     """Draws responses to token sequences.
 
         sampler.add(name, sequence, u)     a sequence (list of ids) to continue, and (max_new,) uniforms to draw with
-        sampler.run()                      works until some have ended -> [(name, Response)]; hf works until all have
+        sampler.run(steps)                 decodes until some have ended, or for so many steps -> [(name, Response)]; hf until all have
         sampler(names, sequences, u)       both, for a whole batch -> a Response each
 
     engine "kv" or "hf". context "window" forgets a sequence when its response has ended; "full" keeps its keys and values for
@@ -214,7 +213,6 @@ class Sampler:
     step. Counts tokens_encoded (context tokens run through the model, those encoded again included), tokens_sampled, and
     tokens_decoded (rows times decoding steps; what is not among tokens_sampled was wasted)."""
 
-    PREFILL = 16384  # padded tokens a prefill forward takes
     PATIENCE = 8  # decoding steps a game has to answer before it is waited for
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0, compile=False):
@@ -236,8 +234,8 @@ class Sampler:
         self.added.append((name, sequence, u))
 
     @torch.no_grad()
-    def run(self):
-        out = (self.kv if self.engine == "kv" else self.hf)() if self.busy else []
+    def run(self, steps=None):
+        out = [] if not self.busy else self.hf() if self.engine == "hf" else self.kv(steps or self.max_new)
         self.tokens_sampled += sum(len(response.ids) for _, response in out)
         return out
 
@@ -312,23 +310,26 @@ class Sampler:
         self.is_stop[list(lm.stop_ids)] = True
         self.decode_one_token = torch.compile(self.forward, dynamic=True) if compile else self.forward
         self.graphs, self.pool = {}, None
-        self.every = 8 if device.type == "cuda" else 1  # steps between two looks at what has ended: a look holds up a GPU
+        gpu = device.type == "cuda"
+        self.every = 8 if gpu else 1  # steps between two looks at what has ended: a look holds up a GPU
+        self.budget = 16384 if gpu else 2048  # padded tokens a prefill forward takes: a CPU gains nothing by more, and pads less
 
     def forward(self, ids, at, rows, read, span):
         """ids and their positions at (R, T), in the rows (R,) -> hidden states (R, T, D). `read`, `span`: as KVCache.aim has them."""
         mask = self.rows.cache.aim(rows, at, read, span)
         return self.lm.body(ids, position_ids=at, attention_mask=mask, past_key_values=self.rows.cache, use_cache=True)
 
-    def kv(self):
-        """Encodes what was added, then decodes until a row has ended."""
+    def kv(self, steps):
+        """Encodes what was added, then decodes until a row has ended, for `steps` steps at most (rounded up to `every`)."""
         with folded_attention(self.lm.model):
             self.prefill()
-            while True:
-                for _ in range(self.every):
-                    self.step()
-                ended = [i for i, going in enumerate(self.rows.going[:self.open].tolist()) if not going]
-                if ended:
-                    return self.collect(ended)
+            for n in range(1, -(-steps // self.every) * self.every + 1):
+                self.step()
+                if n % self.every == 0:
+                    ended = [i for i, going in enumerate(self.rows.going[:self.open].tolist()) if not going]
+                    if ended:
+                        return self.collect(ended)
+        return []
 
     def prefill(self):
         """Encodes what is new of the sequences that were added, in chunks of like length, and opens their rows."""
@@ -347,7 +348,7 @@ class Sampler:
         index = torch.tensor([i for _, i, _ in new], device=device)
         rows.u[index] = torch.as_tensor(np.stack([u for _, _, u in added]), dtype=torch.float32, device=device)
         rows.at[index], rows.count[index], rows.going[index] = torch.tensor([len(s) for _, s, _ in added], device=device), 0, True
-        for chunk in micro_batches(new, self.PREFILL):
+        for chunk in micro_batches(new, self.budget):
             width, span = len(chunk[-1][0]), max(start + len(ids) for ids, _, start in chunk)
             pad = lambda x, value: list(x) + [value] * (width - len(x))
             ids, at = torch.tensor([[pad(ids, 0), pad(range(start, start + len(ids)), rows.cache.length)] for ids, _, start in chunk],
@@ -487,13 +488,16 @@ class Play:
     said: tuple = None  # response, its text, action, whether that was valid
 
 
+SOON = 16  # games loaded ahead of their turn
+
+
 def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2, max_prompt=2048, max_context=None, bar=None):
     """Plays every task once, `rows` of them side by side (default: all) -> the turns of all trajectories, in order of trajectory
     and turn.
 
-    A response that has ended is handed to its game while the others go on, and `sampler.PATIENCE` decoding steps later the
-    game's answer is taken, waited for if need be. What is decoded together thus never depends on the clock: games may answer
-    in any order, workers may die, and the same seed gives the same numbers to the last bit.
+    A response that has ended is handed to its game while the others go on; the game's answer is taken `sampler.PATIENCE` decoding
+    steps later, or when more games think than rows are decoded, and is waited for if need be. What is decoded together thus never
+    depends on the clock: games may answer in any order, workers may die, the same seed gives the same numbers to the last bit.
 
     `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers. max_prompt bounds a
     window's prompt, max_context (default: the model's limit) a whole sequence with its response: an episode whose next
@@ -505,10 +509,9 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
     waiting, thinking = deque(plays), deque()  # thinking: (trajectory, step at which its game was told), oldest first
     sampler.forget()
 
-    def begin():
-        if waiting:
-            pool.start(waiting[0], plays[waiting[0]].task)
-            thinking.append((waiting.popleft(), sampler.steps))
+    def begin(traj):
+        pool.start(traj, plays[traj].task)
+        thinking.append((traj, sampler.steps))
 
     def ask(traj, play):
         """Puts the next prompt to the model. -> False where it does not fit."""
@@ -519,13 +522,13 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
         sampler.add(traj, whole, uniforms(seed, traj, len(play.turns), sampler.max_new))
         return True
 
-    for _ in range(rows or len(plays)):
-        begin()
+    for _ in range(min(rows or len(plays), len(plays))):
+        begin(waiting.popleft())
+    pool.load([plays[traj].task for traj in list(waiting)[:SOON]])
     while thinking or sampler.busy:
-        heard = []
-        if thinking and (not sampler.busy or sampler.steps - thinking[0][1] >= sampler.PATIENCE):
-            heard = [traj for traj, told in thinking if told < sampler.steps or not sampler.busy]
-            thinking = deque(list(thinking)[len(heard):])
+        heard, most_think = [], len(thinking) > sampler.busy
+        while thinking and (most_think or thinking[0][1] + sampler.PATIENCE <= sampler.steps):
+            heard.append(thinking.popleft()[0])
         for traj, answer in zip(heard, pool.gather(heard)):
             play = plays[traj]
             if play.said is None:
@@ -542,8 +545,10 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
             if play.turns and play.turns[-1].done:
                 sampler.drop(traj)
                 bar and bar.update()
-                begin()
-        for traj, response in sampler.run():
+                if waiting:
+                    begin(waiting.popleft())
+                    pool.load([plays[waiting[SOON - 1]].task] if len(waiting) >= SOON else [])
+        for traj, response in sampler.run(sampler.PATIENCE - sampler.steps + thinking[0][1] if thinking else None):
             play = plays[traj]
             play.sequence = play.sequence + response.ids
             text = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
@@ -576,28 +581,121 @@ def make_samples(turns, context):
     return samples
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Plays the same games with both engines and compares them.")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--rows", type=int, default=16, help="games side by side")
-    parser.add_argument("--max_new", type=int, default=32, help="longest response in tokens")
-    args = parser.parse_args()
-    try:
-        lm = load(args.model, words=envs.words())
-    except ValueError as error:
-        sys.exit(f"rollout.py: {error}")
-    games = envs.tasks("house", "train")[:args.rows]
-    print(f"{'engine':8}{'context':10}{'turns':>7}{'encoded':>10}{'sampled':>10}{'seconds':>10}{'tokens/s':>10}  same tokens")
+# -------------------------------------------------------------------------------------------------------------- the race
+
+
+def limits(device):
+    """What the GPU does at best: bytes a second of a large copy, floating-point operations a second of a large bf16 product."""
+    def fastest(f, n=10):
+        times = []
+        for _ in range(n + 3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            f()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times[3:])
+
+    x, y = torch.empty(2, 1 << 31, dtype=torch.uint8, device=device)
+    a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=device)
+    return 2 * x.numel() / fastest(lambda: y.copy_(x)), 2 * 8192 ** 3 / fastest(lambda: a @ b)
+
+
+def least_time(lm, sampler, prompts, said, bandwidth, peak):
+    """Seconds a GPU needs at least: for the prefill (all its operations), and for sampler.steps decoding steps (every weight read
+    in each, and every key and value a token looks at)."""
+    weights = sum(p.numel() for p in lm.model.parameters())
+    head = lm.model.get_output_embeddings().weight.numel()
+    body = weights - head if lm.model.config.tie_word_embeddings else weights - 2 * head
+    config, layers = lm.model.config, sampler.rows.cache
+    width = config.num_attention_heads * layers.keys[0].shape[3]
+    kv_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in layers.keys + layers.values)
+    seen = sum(len(p) + i for p, r in zip(prompts, said) for i in range(1, len(r.ids) + 1))
+    operations = sum(2 * body * len(p) + 2 * len(layers.keys) * width * len(p) ** 2 for p in prompts)
+    return operations / peak, (sampler.steps * (body + head) * lm.model.lm_head.weight.element_size() + seen * kv_bytes) / bandwidth
+
+
+def race(lm, rows, prompt, new, mean, repeats, compile):
+    """The same random prompts through both engines, alternately; a row of the table for each."""
+    rng, cuda = np.random.default_rng(0), lm.device.type == "cuda"
+    usable = np.setdiff1d(np.arange(lm.model.config.vocab_size), [*lm.value_ids, *lm.stop_ids])
+    if mean:  # random weights say every word equally often: let one word in `mean` end a response
+        lm = replace(lm, stop_ids=(*lm.stop_ids, *(int(i) for i in usable[rng.permutation(len(usable))[:len(usable) // mean]])))
+    prompts = [rng.choice(usable, n).tolist() for n in rng.integers(max(1, prompt // 2), prompt * 3 // 2 + 1, rows)]
+    u = rng.random((rows, new), dtype=np.float32)
+    samplers = {(engine, n): Sampler(lm, engine, max_new=n, compile=compile) for engine in ("hf", "kv") for n in (1, new)}
+    seconds, said = {key: [] for key in samplers}, {}
+    for _ in range(repeats + 1):
+        for (engine, n), sampler in samplers.items():
+            sampler.steps = sampler.tokens_sampled = sampler.tokens_decoded = 0
+            began = time.perf_counter()
+            said[engine, n] = sampler(range(rows), prompts, u[:, :n])
+            cuda and torch.cuda.synchronize()
+            seconds[engine, n].append(time.perf_counter() - began)
+    print(f"\n{rows} prompts of {prompt // 2} to {prompt * 3 // 2} random tokens, responses of up to {new}; medians of {repeats}")
+    print(f"{'engine':8}{'tokens/s':>10}{'times hf':>10}{'prefill s':>11}{'ms a step':>11}{'useful':>8}{'% of bandwidth':>16}{'prefill MFU %':>15}  same tokens")
+    bound = limits(lm.device) if cuda else None
+    median = {key: float(np.median(times[1:])) for key, times in seconds.items()}  # the first time warms up
+    for engine in ("hf", "kv"):
+        sampler, whole, prefill = samplers[engine, new], median[engine, new], median[engine, 1]
+        step = (whole - prefill) / max(1, sampler.steps - 1)
+        shares = ("-", "-")
+        if bound:
+            at_best, decoding = least_time(lm, samplers["kv", new], prompts, said["kv", new], *bound)
+            shares = f"{at_best / (prefill - step):.1%}", f"{decoding / (whole - prefill + step):.1%}"
+        same = np.mean([a.ids == b.ids for a, b in zip(said["hf", new], said[engine, new])])
+        print(f"{engine:8}{sampler.tokens_sampled / whole:10.0f}{median['hf', new] / whole:10.2f}{prefill:11.3f}{1000 * step:11.2f}"
+              f"{sampler.tokens_sampled / sampler.tokens_decoded:8.0%}{shares[1]:>16}{shares[0]:>15}  {same:.0%}")
+
+
+def play_games(lm, env, options, games, max_new, compile):
+    """Games played with both engines and both ways of showing the past."""
+    print(f"\n{len(games)} games of {env}, responses of up to {max_new} tokens")
+    print(f"{'engine':8}{'context':9}{'turns':>6}{'encoded':>10}{'sampled':>10}{'useful':>8}{'seconds':>9}{'env share':>11}{'tokens/s':>10}  same tokens")
     for context in ("window", "full"):
         first = None
         for engine in ("hf", "kv"):
-            sampler, began = Sampler(lm, engine, context, args.max_new), time.time()
-            turns = rollout(sampler, games, envs.Pool("house", {"horizon": 8}), history=2)
-            seconds, tokens = time.time() - began, [t.action_ids for t in turns]
-            same = "" if first is None else str(tokens == first)
-            first = tokens
-            print(f"{engine:8}{context:10}{len(turns):7}{sampler.tokens_encoded:10}{sampler.tokens_sampled:10}{seconds:10.2f}"
-                  f"{sampler.tokens_sampled / seconds:10.0f}  {same}")
+            pool = envs.Pool(env, options, 0 if env == "house" else min(16, os.cpu_count()))
+            sampler, began = Sampler(lm, engine, context, max_new, compile=compile), time.perf_counter()
+            turns = rollout(sampler, games, pool, history=2)
+            seconds, tokens = time.perf_counter() - began, [t.action_ids for t in turns]
+            pool.close()
+            first = tokens if first is None else first
+            print(f"{engine:8}{context:9}{len(turns):6}{sampler.tokens_encoded:10}{sampler.tokens_sampled:10}"
+                  f"{sampler.tokens_sampled / sampler.tokens_decoded:8.0%}{seconds:9.2f}{pool.seconds / seconds:11.0%}"
+                  f"{sampler.tokens_sampled / seconds:10.0f}  {np.mean([a == b for a, b in zip(first, tokens)]):.0%}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Races the two engines on random prompts, then in games.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", default="tiny", help="as for train.py")
+    add("--random_weights", action="store_true", help="build the named architecture without its weights; no games are played")
+    add("--rows", type=int, default=16, help="prompts, and games, side by side")
+    add("--prompt", type=int, default=200, help="mean length of the random prompts in tokens")
+    add("--new", type=int, default=64, help="longest response in tokens")
+    add("--mean", type=int, help="a random word in so many ends a response (default: a third of --new; 0: none)")
+    add("--repeats", type=int, default=3)
+    add("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", choices=("float32", "bfloat16"))
+    add("--compile", action="store_true", help="torch.compile kv's decoding step")
+    add("--env", default="house", help="house, alfworld, or none")
+    add("--data", help="alfworld: the folder that holds json_2.1.1")
+    add("--horizon", type=int, default=8, help="turns a game may take")
+    args = parser.parse_args()
+    for name, least in (("rows", 1), ("prompt", 2), ("new", 2), ("repeats", 1), ("horizon", 1), ("mean", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    try:
+        options = {"horizon": args.horizon} | ({"data": args.data} if args.env == "alfworld" else {})
+        games = envs.tasks(args.env, "train", **options)[:args.rows] if args.env != "none" and not args.random_weights else []
+        lm = load(args.model, words=envs.words(), dtype=getattr(torch, args.dtype), random_weights=args.random_weights)
+        print(f"{args.model}: {sum(p.numel() for p in lm.model.parameters()) / 1e6:.1f} M parameters, {args.dtype} on "
+              + (torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"))
+        race(lm, args.rows, args.prompt, args.new, args.new // 3 if args.mean is None else args.mean, args.repeats, args.compile)
+        if games:
+            play_games(lm, args.env, options, games, args.new, args.compile)
+    except (ValueError, OSError, ImportError, envs.GameError) as error:
+        sys.exit(f"rollout.py: {error}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ class Config:
     tasks: int = 128  # |B|: tasks an iteration, one trajectory each
     context: str = "window"  # window: each turn its own prompt; full: the conversation grows
     engine: str = "kv"  # kv: our own sampler; hf: generate
+    rows: int = None  # games decoded side by side; default all of an iteration's
+    compile: bool = False  # torch.compile for kv's decoding step
     history: int = 2  # turns shown in a window prompt
     horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld
     places: int = 5  # house: its size
@@ -114,8 +116,8 @@ def parse_config(argv=None):
     parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", allow_abbrev=False)
     told = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))  # the comments are the help
     for f in dataclasses.fields(Config):
-        options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"type": f.type}
-        default = "" if f.default is None else f" [{f.default}" + (f"; tiny: {TINY[f.name]}]" if f.name in TINY else "]")
+        options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"action": "store_true"} if f.type is bool else {"type": f.type}
+        default = "" if f.type is bool or f.default is None else f" [{f.default}" + (f"; tiny: {TINY[f.name]}]" if f.name in TINY else "]")
         parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=(told.get(f.name, "") + default).replace("%", "%%"), **options)
     given = vars(parser.parse_args(argv))
     model, env = given.get("model", Config.model), given.get("env", Config.env)
@@ -130,7 +132,7 @@ def parse_config(argv=None):
 
 def check(config):
     """Refuses impossible settings before anything is loaded."""
-    least = dict(iterations=0, tasks=1, history=0, horizon=1, max_new=1, max_prompt=1, max_context=1, workers=0, mini_batch=1, epochs=1,
+    least = dict(iterations=0, tasks=1, rows=1, history=0, horizon=1, max_new=1, max_prompt=1, max_context=1, workers=0, mini_batch=1, epochs=1,
                  tokens_per_micro_batch=1, warmup=0, warmup_batch=1, lr_rise=0, save_every=1, eval_games=0, seed=0)
     for name, low in least.items():
         if getattr(config, name) is not None and getattr(config, name) < low:
@@ -304,9 +306,13 @@ def pick_tasks(ids, config, iteration):
     return [ids[order(n // len(ids))[n % len(ids)]] for n in range(start, start + config.tasks)]
 
 
+def sampler_for(lm, config, temperature=1.0):
+    return Sampler(lm, config.engine, config.context, config.max_new, temperature, config.compile)
+
+
 def train(lm, pool, config, log):
     """Algorithm 1."""
-    sampler = Sampler(lm, config.engine, config.context, config.max_new)
+    sampler = sampler_for(lm, config)
     reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None
     optimizer = optimizer_for(lm, config)
     ids = envs.tasks(config.env, "train", **env_options(config))
@@ -316,8 +322,8 @@ def train(lm, pool, config, log):
         clock = Clock(pool)
         games = pick_tasks(ids, config, iteration)
         mine = range(rank(), len(games), world())
-        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, 0), trajs=mine, history=config.history,
-                        max_prompt=config.max_prompt, max_context=config.max_context)  # line 2  # SAPO: one trajectory per task
+        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, 0), trajs=mine, rows=config.rows,
+                        history=config.history, max_prompt=config.max_prompt, max_context=config.max_context)  # line 2  # SAPO: one trajectory per task
         clock.lap("rollout")
         pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
         batches = mini_batches(turns, config, iteration)
@@ -515,7 +521,7 @@ def imitate(lm, pool, config):
 
 def probe_admissible(lm, pool, games, context, step, config):
     """The share of admissible actions among those sampled in `games`, which are split over the ranks."""
-    sampler, mine = Sampler(lm, config.engine, context, config.max_new), range(rank(), len(games), world())
+    sampler, mine = sampler_for(lm, dataclasses.replace(config, context=context)), range(rank(), len(games), world())
     turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, history=config.history,
                     max_prompt=config.max_prompt, max_context=config.max_context)
     return float(np.mean(gather([t.admissible for t in turns])))
@@ -542,7 +548,7 @@ def evaluate(lm, pool, config):
     ids = evaluation.spaced(ids, config.eval_games) if config.eval_games else []
     out = {}
     for temperature in sorted({config.eval_temperature, 1.0 if config.env == "house" else config.eval_temperature}):
-        sampler = Sampler(lm, config.engine, config.context, config.max_new, temperature)
+        sampler = sampler_for(lm, config, temperature)
         per_rank = -(-len(ids) // world())
         first = rank() * per_rank
         records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, history=config.history,
