@@ -13,7 +13,7 @@ cannot use is answered ("Nothing happens."), never an exception. The winning ste
 
 Prompts follow the setting of the GiGPO paper's framework (verl-agent 796ed31) in our own words: `window_prompt` is one
 message with the last k turns, `full_prompt` only what is new. No torch here, so that worker processes stay small.
-    python envs.py [--env alfworld --data DIR]        play an episode yourself
+    python envs.py [--env alfworld --data DIR] [--bench]      play an episode yourself, or measure
 """
 import argparse
 import contextlib
@@ -769,22 +769,68 @@ def worker_main():
     work(Connection(int(sys.argv[2])), name, options)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Play an episode by hand; an empty line takes the expert's next command.")
-    parser.add_argument("--env", default="house")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--task", type=int, default=0, help="which game of the split")
-    parser.add_argument("--data", help="alfworld: the folder that holds json_2.1.1")
-    args = parser.parse_args()
-    options = {"data": args.data} if args.env == "alfworld" else {}
-    try:
-        games = tasks(args.env, args.split, **options)
-        env = make_env(args.env, **options)
-        if not 0 <= args.task < len(games):
-            raise ValueError(f"--task must be from 0 to {len(games) - 1}")
-        obs, info = env.reset(games[args.task])
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"envs.py: {error}")
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def wander(env, task, steps):
+    """A reset and random steps, one in ten of which the game cannot use -> (what was answered, seconds of the reset, seconds of each step)."""
+    rng, clock = random.Random(task), time.perf_counter
+    began = clock()
+    obs, info = env.reset(task)
+    said, reset, seconds = [(obs, info)], clock() - began, []
+    while len(seconds) < steps:
+        command = rng.choice(info["admissible"]) if rng.random() < 0.9 else "dance"
+        began = clock()
+        said.append(env.step(command))
+        seconds.append(clock() - began)
+        info = said[-1][-1]
+        if said[-1][2] or said[-1][3]:
+            break
+    return said, reset, seconds
+
+
+def bench(name, options, games, steps, workers):
+    """Seconds of an environment; for alfworld beside TextWorld's own engine, answer by answer; then through the pool."""
+    kinds = {"ours": {}} if name == "house" else {"stock": {"stock": True}, "ours": {}}
+    kinds, few = {kind: make_env(name, **options, **extra) for kind, extra in kinds.items()}, random.Random(0).sample(games, min(8, len(games)))
+    wander(kinds["ours"], few[0], 1), "stock" in kinds and wander(kinds["stock"], few[0], 1)  # imports
+    times, same, answers = {kind: ([], []) for kind in kinds}, 0, 0
+    for task in few:
+        transcripts = []
+        for kind, env in kinds.items():
+            said, reset, seconds = wander(env, task, steps)
+            times[kind][0].append(reset)
+            times[kind][1].extend(seconds)
+            transcripts.append(json.dumps(said))
+        same, answers = same + (len(set(transcripts)) == 1), answers + len(said)
+    middle = lambda xs: sorted(xs)[len(xs) // 2]
+    medians = {kind: (middle(resets), middle(seconds)) for kind, (resets, seconds) in times.items()}
+    print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}   medians of {len(few)} games, {answers} answers")
+    for kind, (reset, step) in medians.items():
+        print(f"{kind:8}{1000 * reset:20.2f}{1000 * step:12.3f}")
+    if "stock" in medians:
+        ratios = [a / b for a, b in zip(medians["stock"], medians["ours"])]
+        print(f"{'times':8}{ratios[0]:20.1f}{ratios[1]:12.1f}   transcripts identical in {same} of {len(few)} games"
+              + ("" if shortcuts() else "; this TextWorld is not 1.7.0: both are the stock engine"))
+    chosen = random.Random(1).sample(games, min(128, len(games)))
+    pool, began = Pool(name, options, workers), time.perf_counter()
+    for key, task in enumerate(chosen):
+        pool.start(key, task)
+    live, turns, rng = dict(enumerate(a[1] for a in pool.gather(range(len(chosen))))), 0, random.Random(2)
+    loaded = time.perf_counter() - began
+    while live:
+        for key, info in live.items():
+            pool.step(key, rng.choice(info["admissible"]))
+        answers = dict(zip(live, pool.gather(live)))
+        turns, live = turns + len(live), {key: a[-1] for key, a in answers.items() if not (a[2] or a[3])}
+    seconds = time.perf_counter() - began
+    pool.close()
+    print(f"pool, {workers or 'no'} worker{'s' * (workers != 1)}: {len(chosen)} games, {turns} turns in {seconds:.1f} s, of which {loaded:.1f} s are resets")
+
+
+def play(env, task):
+    """A person plays; an empty line takes the expert's next command."""
+    obs, info = env.reset(task)
     over = False
     print(obs.strip())
     while not over:
@@ -798,6 +844,32 @@ def main():
         print(("" if typed else f"(the expert: {action})\n") + obs.strip())
         over = terminated or truncated
     print(f"\n{'Won' if info['won'] else 'Out of time'}: reward {reward:g}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Play an episode by hand; an empty line takes the expert's next command.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--env", default="house")
+    add("--split", default="train")
+    add("--task", type=int, default=0, help="which game of the split")
+    add("--data", help="alfworld: the folder that holds json_2.1.1")
+    add("--bench", action="store_true", help="measure instead: load, reset and step, beside TextWorld's own engine for alfworld, then 128 games in the pool")
+    add("--steps", type=int, default=50, help="--bench: random steps a game")
+    add("--workers", type=int, default=2, help="--bench: processes of the pool")
+    args = parser.parse_args()
+    options = {"data": args.data} if args.env == "alfworld" else {}
+    try:
+        games = tasks(args.env, args.split, **options)
+        if not 0 <= args.task < len(games):
+            raise ValueError(f"--task must be from 0 to {len(games) - 1}")
+        if args.steps < 1 or args.workers < 0:
+            raise ValueError("--steps must be at least 1, --workers at least 0")
+        if args.bench:
+            bench(args.env, options | {"horizon": args.steps}, games, args.steps, args.workers)
+        else:
+            play(make_env(args.env, **options), games[args.task])
+    except (ValueError, OSError, ImportError, GameError) as error:
+        sys.exit(f"envs.py: {error}")
 
 
 if __name__ == "__main__":

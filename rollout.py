@@ -121,8 +121,8 @@ class KVCache:
             x[target, :, :span] = x[source, :, :span]
 
     def aim(self, rows, at, read, span):
-        """For the next forward: the rows (R,) and positions at (R, T) it writes, and the rows it reads up to position span, a slice
-        or their numbers; None where it reads nothing but its own tokens. -> attention mask (R, 1, T, span) to add, or None."""
+        """For the next forward: the rows (R,) and positions at (R, T) it writes, and what it reads up to position span: so many rows from
+        the first, some rows (R,), or nothing but its own tokens (None). -> attention mask (R, 1, T, span) to add, or None."""
         self.write, self.read, self.span = (rows[:, None], at), read, span
         if read is None:
             return None
@@ -133,7 +133,10 @@ class KVCache:
         """Called by every attention layer: the new k, v (R, H', T, D) -> all that may be looked at."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys.transpose(1, 2)[self.write], values.transpose(1, 2)[self.write] = k.transpose(1, 2), v.transpose(1, 2)
-        return (k, v) if self.read is None else (keys[:, :, :self.span][self.read], values[:, :, :self.span][self.read])
+        if self.read is None:
+            return k, v
+        some = slice(self.read) if isinstance(self.read, int) else self.read
+        return keys[:, :, :self.span][some], values[:, :, :self.span][some]
 
     def get_seq_length(self, layer_idx=0):
         return 0  # asked for where positions are not given; they always are
@@ -210,10 +213,8 @@ class Sampler:
 
     engine "kv" or "hf". context "window" forgets a sequence when its response has ended; "full" keeps its keys and values for
     the next one under that name, until `drop`. max_new: the longest response in tokens. compile: torch.compile for kv's decoding
-    step. Counts tokens_encoded (context tokens run through the model, those encoded again included), tokens_sampled, and
-    tokens_decoded (rows times decoding steps; what is not among tokens_sampled was wasted)."""
-
-    PATIENCE = 8  # decoding steps a game has to answer before it is waited for
+    step. Counts tokens_encoded (context tokens run through the model, those encoded again included), tokens_sampled,
+    tokens_decoded (rows times decoding steps: tokens_sampled and what was wasted) and steps. ValueError where kv cannot serve the model."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0, compile=False):
         for what, value, options in (("engine", engine, ("kv", "hf")), ("context", context, ("window", "full"))):
@@ -299,7 +300,7 @@ class Sampler:
                 self.rows = Rows(KVCache([(x.keys, x.values) for x in theirs.past_key_values.layers]), theirs.last_hidden_state, self.max_new)
                 self.rows.grow(1, 4)
                 with folded_attention(lm.model):
-                    ours = [self.forward(ids[:, a:b], at[:, a:b], at[0, :1], slice(1) if a else None, b) for a, b in ((0, 2), (2, 3), (3, 4))]
+                    ours = [self.forward(ids[:, a:b], at[:, a:b], at[0, :1], 1 if a else None, b) for a, b in ((0, 2), (2, 3), (3, 4))]
         except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"{refusal}{error}") from None
         near = 1e-3 if lm.model.dtype == torch.float32 else 0.1
@@ -392,7 +393,7 @@ class Sampler:
         column = torch.where(going, count, self.max_new)[:, None]
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
-        hidden = self.decode_one_token(token[:, None], at[:, None], torch.arange(n, device=at.device), slice(n), span)[:, 0]
+        hidden = self.decode_one_token(token[:, None], at[:, None], torch.arange(n, device=at.device), n, span)[:, 0]
         rows.hidden[:n] = hidden
         at += going
         count += going
@@ -480,14 +481,40 @@ def next_prompt(lm, episode, context, history, sequence, limit):
 class Play:
     """A trajectory under way."""
 
+    traj: int
     task: str
     episode: envs.Episode = None
-    sequence: list = field(default_factory=list)  # what the model has read and said so far
+    sequence: list = field(default_factory=list)  # all the model has read and said (full), or its latest prompt and response
     turns: list = field(default_factory=list)
-    asked: tuple = None  # the prompt, text and ids
-    said: tuple = None  # response, its text, action, whether that was valid
+    asked: tuple = None  # the latest prompt, text and ids
+    said: tuple = None  # and response: as drawn, as text, the action, whether that was valid
+
+    @property
+    def over(self):
+        return bool(self.turns) and self.turns[-1].done
+
+    def hear(self, answer):
+        """The game's answer, to the start or to an action: what happened is written down as a Turn."""
+        obs, *outcome, info = answer
+        if not outcome:
+            self.episode = envs.Episode(obs, info)
+            return
+        (prompt, ids), (response, text, action, valid), (reward, terminated, truncated) = self.asked, self.said, outcome
+        self.turns.append(Turn(
+            traj=self.traj, turn=len(self.turns), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
+            reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
+            admissible=action in self.episode.info["admissible"], won=info["won"], score=info["score"], task=self.task,
+            category=info["category"], prompt=prompt, text=text, action=action))
+        self.episode.took(action, obs, info)
+
+    def speak(self, response, lm, fallback):
+        """The model's response -> the action."""
+        text = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
+        self.sequence, self.said = self.sequence + response.ids, (response, text, *envs.parse_action(text, fallback))
+        return self.said[2]
 
 
+PATIENCE = 8  # decoding steps a game has to answer before it is waited for
 SOON = 16  # games loaded ahead of their turn
 
 
@@ -495,7 +522,7 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
     """Plays every task once, `rows` of them side by side (default: all) -> the turns of all trajectories, in order of trajectory
     and turn.
 
-    A response that has ended is handed to its game while the others go on; the game's answer is taken `sampler.PATIENCE` decoding
+    A response that has ended is handed to its game while the others go on; the game's answer is taken PATIENCE decoding
     steps later, or when more games think than rows are decoded, and is waited for if need be. What is decoded together thus never
     depends on the clock: games may answer in any order, workers may die, the same seed gives the same numbers to the last bit.
 
@@ -503,69 +530,52 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
     window's prompt, max_context (default: the model's limit) a whole sequence with its response: an episode whose next
     prompt cannot fit ends as truncated; ValueError where not even the first one fits. `bar`: a tqdm bar, one tick a game."""
     lm = sampler.lm
-    plays = {traj: Play(task) for traj, task in zip(range(len(tasks)) if trajs is None else trajs, tasks)}
+    plays = [Play(traj, task) for traj, task in zip(range(len(tasks)) if trajs is None else trajs, tasks)]
+    by_name, waiting, thinking = {play.traj: play for play in plays}, deque(plays), deque()  # thinking: (play, step), oldest first
     limit = min(max_context or lm.max_length, lm.max_length) - sampler.max_new
     limit = min(limit, max_prompt) if sampler.context == "window" else limit
-    waiting, thinking = deque(plays), deque()  # thinking: (trajectory, step at which its game was told), oldest first
-    sampler.forget()
 
-    def begin(traj):
-        pool.start(traj, plays[traj].task)
-        thinking.append((traj, sampler.steps))
+    def begin():
+        play = waiting.popleft()
+        pool.start(play.traj, play.task)
+        thinking.append((play, sampler.steps))
 
-    def ask(traj, play):
-        """Puts the next prompt to the model. -> False where it does not fit."""
+    def ask(play):
+        """Puts the next prompt to the model; where it does not fit, the episode ends."""
         text, ids, whole = next_prompt(lm, play.episode, sampler.context, history, play.sequence, limit)
-        if len(whole) > limit:
-            return False
-        play.asked, play.sequence = (text, ids), whole
-        sampler.add(traj, whole, uniforms(seed, traj, len(play.turns), sampler.max_new))
-        return True
+        if len(whole) <= limit:
+            play.asked, play.sequence = (text, ids), whole
+            sampler.add(play.traj, whole, uniforms(seed, play.traj, len(play.turns), sampler.max_new))
+        elif play.turns:
+            play.turns[-1].done = play.turns[-1].truncated = True
+            pool.drop(play.traj)
+        else:
+            raise ValueError(f"the first prompt of {play.task} has {len(whole)} tokens and only {limit} fit beside a response of "
+                             f"{sampler.max_new}: lower --max_new, raise --max_prompt, or take a model with a longer context")
 
+    sampler.forget()
     for _ in range(min(rows or len(plays), len(plays))):
-        begin(waiting.popleft())
-    pool.load([plays[traj].task for traj in list(waiting)[:SOON]])
+        begin()
+    pool.load([play.task for play in list(waiting)[:SOON]])
     while thinking or sampler.busy:
-        heard, most_think = [], len(thinking) > sampler.busy
-        while thinking and (most_think or thinking[0][1] + sampler.PATIENCE <= sampler.steps):
+        most_think, heard = len(thinking) > sampler.busy, []
+        while thinking and (most_think or thinking[0][1] + PATIENCE <= sampler.steps):
             heard.append(thinking.popleft()[0])
-        for traj, answer in zip(heard, pool.gather(heard)):
-            play = plays[traj]
-            if play.said is None:
-                play.episode = envs.Episode(*answer)
-            else:
-                play.turns.append(turn_of(traj, play, *answer))
-                play.episode.took(play.turns[-1].action, answer[0], answer[-1])
-            if not (play.turns and play.turns[-1].done) and not ask(traj, play):
-                if not play.turns:
-                    raise ValueError(f"the first prompt of {play.task} does not fit: only {limit} tokens do beside a response of {sampler.max_new}; "
-                                     "lower --max_new, raise --max_prompt, or take a model with a longer context")
-                play.turns[-1].done = play.turns[-1].truncated = True
-                pool.drop(traj)
-            if play.turns and play.turns[-1].done:
-                sampler.drop(traj)
+        for play, answer in zip(heard, pool.gather(play.traj for play in heard)):
+            play.hear(answer)
+            if not play.over:
+                ask(play)
+            if play.over:
+                sampler.drop(play.traj)
                 bar and bar.update()
                 if waiting:
-                    begin(waiting.popleft())
-                    pool.load([plays[waiting[SOON - 1]].task] if len(waiting) >= SOON else [])
-        for traj, response in sampler.run(sampler.PATIENCE - sampler.steps + thinking[0][1] if thinking else None):
-            play = plays[traj]
-            play.sequence = play.sequence + response.ids
-            text = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
-            play.said = response, text, *envs.parse_action(text, pool.fallback)
-            pool.step(traj, play.said[2])
-            thinking.append((traj, sampler.steps))
+                    begin()
+                    pool.load([waiting[SOON - 1].task] if len(waiting) >= SOON else [])
+        for traj, response in sampler.run(thinking[0][1] + PATIENCE - sampler.steps if thinking else None):
+            pool.step(traj, by_name[traj].speak(response, lm, pool.fallback))
+            thinking.append((by_name[traj], sampler.steps))
     sampler.forget()
-    return [turn for play in plays.values() for turn in play.turns]
-
-
-def turn_of(traj, play, obs, reward, terminated, truncated, info):
-    """What the model was asked and said, and what the game answered, as a Turn."""
-    (text, ids), (response, said, action, valid) = play.asked, play.said
-    return Turn(traj=traj, turn=len(play.turns), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
-                reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
-                admissible=action in play.episode.info["admissible"], won=info["won"], score=info["score"], task=play.task,
-                category=info["category"], prompt=text, text=said, action=action)
+    return [turn for play in plays for turn in play.turns]
 
 
 def make_samples(turns, context):

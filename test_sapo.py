@@ -6,6 +6,7 @@ References are plain loops in float64 written from the paper. They share no help
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.util
 import json
 import math
@@ -549,12 +550,12 @@ def test_full_prompt_says_only_what_is_new():
 # ---------------------------------------------------------------------------------------------------------------- pool
 
 @contextlib.contextmanager
-def a_pool(workers):
+def a_pool(workers, horizon=12):
     """A pool that is closed in any case, and that fails its test where it would wait forever."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the pool waits forever"))
     signal.alarm(120)
     try:
-        with contextlib.closing(Pool("house", {"horizon": 12}, workers)) as pool:
+        with contextlib.closing(Pool("house", {"horizon": horizon}, workers)) as pool:
             yield pool
     finally:
         signal.alarm(0)
@@ -686,8 +687,9 @@ def check_alfworld(env, task):
         assert env.step(action)[:3] == ("Nothing happens.", 0.0, False) and env.expert() is None
 
 
-@needs_package
-def test_a_small_game_in_the_real_engine(tmp_path):
+@pytest.fixture
+def small_game(tmp_path):
+    """A folder with one game, written from the domain and the grammar the package carries."""
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
     with open(ALFRED_PDDL_PATH) as domain, open(ALFRED_TWL2_PATH) as grammar:
         game = {"pddl_domain": domain.read(), "grammar": grammar.read().replace("UNKNOWN GOAL", "put a mug in desk"), "pddl_problem": PROBLEM,
@@ -695,14 +697,96 @@ def test_a_small_game_in_the_real_engine(tmp_path):
     folder = tmp_path / "json_2.1.1" / TRIAL
     folder.mkdir(parents=True)
     (folder / "game.tw-pddl").write_text(json.dumps(game))
-    assert tasks("alfworld", "valid_seen", data=str(tmp_path)) == [TRIAL]
-    env = make_env("alfworld", data=str(tmp_path), horizon=4)  # just enough for the expert
+    return str(tmp_path)
+
+
+@needs_package
+def test_a_small_game_in_the_real_engine(small_game):
+    assert tasks("alfworld", "valid_seen", data=small_game) == [TRIAL]
+    env = make_env("alfworld", data=small_game, horizon=4)  # just enough for the expert
     check_alfworld(env, TRIAL)
     assert [a[3] for a in obey(env, TRIAL, ["look"] * 4)] == [False] * 3 + [True]
     env.horizon = 40
     assert len({pattern_of(*said) for seed in (0, 1) for said in wander(env, TRIAL, seed)}) > 5  # the house's patterns hold here
     with pytest.raises(ValueError, match="no game .*trial_T2"):
         env.reset(TRIAL[:-1] + "2")
+
+
+def by_textworld(path, commands):
+    """What TextWorld itself answers, asked directly: observation, admissible commands, won."""
+    import textworld
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+    game = textworld.start(path, textworld.EnvInfos(won=True, admissible_commands=True), wrappers=[AlfredDemangler])
+    states = [game.reset()] + [game.step(command)[0] for command in commands]
+    return [(s.feedback, list(s.admissible_commands), bool(s.won)) for s in states]
+
+
+def check_shortcuts(env, task, seed, steps):
+    """Random play, a quarter of it illegal, then the expert's way: what is answered is TextWorld's own answer, byte for byte."""
+    rng, said, commands, (obs, info) = random.Random(f"{seed} {task}"), [], [], env.reset(task)
+    said.append((obs, info["admissible"], info["won"]))
+    plan = env.expert()
+    while len(commands) < steps + len(plan) and not said[-1][2]:
+        n = len(commands) - steps
+        legal = rng.choice(info["admissible"]) if n < 0 else plan[n]
+        commands.append(rng.choice(["eat the moon", "", "LOOK", f" {legal}  ", "go to bed 99", legal + " 去"]) if n < 0 and rng.random() < 0.25 else legal)
+        obs, *_, info = env.step(commands[-1])
+        said.append((obs, info["admissible"], info["won"]))
+    assert said == by_textworld(os.path.join(env.root, task, "game.tw-pddl"), commands)
+
+
+@needs_package
+def test_textworld_answers_the_same_with_shortcuts_and_is_left_as_it_was(small_game):
+    from textworld.envs.pddl import logic, textgen
+    before, env = (textgen.deepcopy, logic.PddlState, textgen._parse_and_convert), make_env("alfworld", data=small_game, horizon=10 ** 6)
+    argv = sys.argv
+    env.reset(TRIAL)
+    assert sys.argv is argv
+    for seed in range(3):
+        check_shortcuts(env, TRIAL, seed, 60)
+    assert envs.shortcuts() and (textgen.deepcopy, logic.PddlState, textgen._parse_and_convert) == before
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), envs.hurried():
+        assert textgen.deepcopy is not before[0] and not gc.isenabled()
+        1 / 0
+    assert textgen.deepcopy is before[0] and gc.isenabled()
+
+
+@needs_package
+def test_another_textworld_is_not_touched(small_game, monkeypatch):
+    import textworld.version
+    from textworld.envs.pddl import textgen
+    monkeypatch.setattr(textworld.version, "__version__", "1.8.0")
+    envs.shortcuts.cache_clear()
+    try:
+        before = textgen.deepcopy
+        with envs.hurried():
+            assert textgen.deepcopy is before and envs.shortcuts() == []
+        check_shortcuts(make_env("alfworld", data=small_game), TRIAL, 0, 10)
+    finally:
+        envs.shortcuts.cache_clear()
+
+
+@needs_games
+@needs_package
+@pytest.mark.parametrize("number", [7, 1234, 2345])
+def test_real_games_answer_the_same_with_shortcuts(number):
+    env = make_env("alfworld")
+    for task in (tasks("alfworld", "train")[number], tasks("alfworld", "valid_unseen")[number % 134]):  # an engine is used again
+        check_shortcuts(env, task, number, 25)
+
+
+@needs_games
+@needs_package
+def test_a_killed_worker_costs_a_real_rollout_nothing_but_time():
+    lm, ids = random_model("qwen2", 1), tasks("alfworld", "train")[100:103]
+    turns = []
+    for killing in (False, True):
+        with contextlib.closing(Pool("alfworld", {"horizon": 6}, 2)) as pool:
+            if killing:
+                kill_now_and_then(pool, {9, 16})
+            turns.append(rollout(Sampler(lm, "kv", "window", 9), ids, pool, seed=(1,), max_prompt=4096))
+    assert turns[0] == turns[1] and len(turns[0]) == 18
 
 
 def test_missing_games_and_a_missing_package_say_what_to_do(tmp_path, monkeypatch):
@@ -735,10 +819,10 @@ def test_alfworld_has_all_its_games_and_the_expert_wins_them(split, size, played
 # ------------------------------------------------------------------------------------------ model and rollout
 
 
-def random_model(architecture, seed=0):
+def random_model(architecture, seed=0, layers=2):
     """A random model of an architecture behind the tiny tokenizer, its weights wide enough to make choices sharp."""
     base = load("tiny", words=envs.words())
-    config = dict(vocab_size=len(base.tokenizer) + 2, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    config = dict(vocab_size=len(base.tokenizer) + 2, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, tie_word_embeddings=seed % 2 == 0, initializer_range=0.3,
                   eos_token_id=base.tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None)
     torch.manual_seed(seed)
@@ -751,8 +835,8 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama"]
 GAMES = envs.tasks("house", "train")[:7]
 
 
-def play(lm, engine, context, temperature, max_new=9, horizon=6, seed=(3,), games=GAMES, **options):
-    sampler = Sampler(lm, engine, context, max_new, temperature)
+def play(lm, engine, context, temperature, max_new=9, horizon=6, seed=(3,), games=GAMES, sampler_options={}, **options):
+    sampler = Sampler(lm, engine, context, max_new, temperature, **sampler_options)
     return rollout(sampler, games, envs.Pool("house", {"horizon": horizon}), seed=seed, **options), sampler
 
 
@@ -783,6 +867,107 @@ def test_sampling_depends_on_the_trajectory_alone():
     assert [t.action_ids for t in together] != [t.action_ids for t in other]
 
 
+def kill_now_and_then(pool, when):
+    """Kills a worker right after some of the actions that are sent to it."""
+    step, sent = pool.step, iter(range(10 ** 6))
+
+    def step_and_kill(key, action):
+        step(key, action)
+        n = next(sent)
+        if n in when:
+            pool.procs[n % len(pool.procs)].kill()
+
+    pool.step = step_and_kill
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_who_answers_when_changes_nothing(context):
+    """Rows refilled across games or not, workers or none, dying or slow: the same turns; with the same rows, the same bits."""
+    lm = random_model("qwen3", 1)
+    whole, _ = play(lm, "kv", context, 1.0)
+    for rows in (1, 3, 99):
+        some, sampler = play(lm, "kv", context, 1.0, rows=rows)
+        assert [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in some] == [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in whole]
+        torch.testing.assert_close(torch.tensor([(t.v, t.q) for t in some]), torch.tensor([(t.v, t.q) for t in whole]), atol=1e-4, rtol=0)
+        assert len(sampler.rows.names) <= max(rows, 1)
+    for rows, workers, when in ((3, 2, ()), (3, 2, {4, 11, 20}), (99, 1, {7})):
+        with a_pool(workers, horizon=6) as pool:
+            kill_now_and_then(pool, when)
+            again = rollout(Sampler(lm, "kv", context, 9), GAMES, pool, seed=(3,), rows=rows)
+        assert again == play(lm, "kv", context, 1.0, rows=rows)[0]
+
+
+def test_nobody_waits_for_the_longest_response():
+    lm = random_model("qwen2", 1)
+    turns, sampler = play(lm, "kv", "window", 1.0, max_new=60, horizon=8)
+    lengths = [[len(t.action_ids) for t in turns if t.turn == n] for n in range(8)]
+    lockstep = sum(max(row) for row in lengths)
+    busiest = max(sum(len(t.action_ids) + rollout_module.PATIENCE for t in turns if t.traj == n) for n in range(len(GAMES)))
+    assert max(map(sum, zip(*lengths))) <= sampler.steps <= busiest + 8 < lockstep
+    assert sampler.tokens_decoded == sampler.tokens_sampled  # a row that has ended is decoded no further
+    _, theirs = play(lm, "hf", "window", 1.0, max_new=60, horizon=8)
+    assert theirs.steps == lockstep and theirs.tokens_decoded > 1.3 * theirs.tokens_sampled == 1.3 * sampler.tokens_sampled
+
+
+def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_up():
+    """Sequences of very different lengths come, end and come back under the kv engine; hf has none of that machinery."""
+    lm, rng = random_model("llama", 1), random.Random(0)
+    kv, hf = Sampler(lm, "kv", "full", 12), Sampler(lm, "hf", "full", 12)
+    talks = {name: [] for name in range(6)}
+    for turn in range(5):
+        names = [n for n in talks if rng.random() < 0.8] or [0]
+        for n in names:
+            talks[n] = talks[n] + [rng.randrange(120, 500) for _ in range(rng.choice([1, 5, 90]))]
+        u = torch.rand(len(names), 12, generator=torch.Generator().manual_seed(turn)).numpy()
+        ours, theirs = (s(names, [talks[n] for n in names], u) for s in (kv, hf))
+        assert [r.ids for r in ours] == [r.ids for r in theirs]
+        torch.testing.assert_close(torch.tensor([(r.v, r.q) for r in ours]), torch.tensor([(r.v, r.q) for r in theirs]), atol=1e-4, rtol=0)
+        for n, r in zip(names, ours):
+            talks[n] = talks[n] + r.ids
+        if turn == 2:  # an episode ends; its row is used again
+            kv.drop(0)
+            talks[0] = []
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
+def test_attention_without_copies_is_attention(heads, kv_heads):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, h, t, 8) for h, t in ((heads, 7), (kv_heads, 7), (kv_heads, 7)))
+    wide = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
+    causal = torch.zeros(7, 7).masked_fill(~torch.ones(7, 7).tril().bool(), -INF)
+    ragged = torch.zeros(3, 1, 7, 7).masked_fill(torch.rand(3, 1, 7, 7) < 0.4, -INF)
+    ragged[..., 0] = 0
+    for q, mask, plain in ((query, None, causal), (query, ragged, ragged), (query[:, :, :1], ragged[:, :, :1], ragged[:, :, :1])):
+        scores = (q @ wide[0].transpose(2, 3)) * 0.3 + plain
+        torch.testing.assert_close(rollout_module.attend(None, q, key, value, mask, scaling=0.3)[0], (scores.softmax(-1) @ wide[1]).transpose(1, 2))
+    with pytest.raises(ValueError, match="softcap"):
+        rollout_module.attend(None, query, key, value, None, softcap=30.0)
+
+
+def same_tokens_and_values(one, other):
+    assert [t.action_ids for t in one] == [t.action_ids for t in other]
+    torch.testing.assert_close(torch.tensor([(t.v, t.q) for t in one]), torch.tensor([(t.v, t.q) for t in other]), atol=1e-4, rtol=0)
+
+
+def test_the_compiled_step_samples_the_same_tokens():
+    lm = random_model("qwen2", 1, layers=1)
+    for context in ("window", "full"):
+        same_tokens_and_values(*(play(lm, "kv", context, 1.0, sampler_options={"compile": c})[0] for c in (False, True)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("context", ["window", "full"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_captured_graphs_sample_the_same_tokens(context, compile):
+    lm = random_model("qwen2", 1)
+    on_cpu = play(lm, "kv", context, 1.0)[0]
+    lm = dataclasses.replace(lm, model=lm.model.cuda())
+    turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": compile})
+    assert sampler.graphs
+    same_tokens_and_values(on_cpu, turns)
+    same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
+
+
 def test_full_context_encodes_every_token_once():
     lm = random_model("llama", 1)
     turns, sampler = play(lm, "kv", "full", 1.0)
@@ -799,6 +984,10 @@ def test_choose_draws_from_the_restricted_softmax():
     share = token.bincount(minlength=5) / len(u)
     torch.testing.assert_close(share, restricted_log_softmax(logits, value_ids)[0].exp(), atol=1e-4, rtol=0)
     torch.testing.assert_close(logp, restricted_log_softmax(logits, value_ids)[0][token])
+    wide, u = 2 * torch.randn(40, 1301, generator=torch.Generator().manual_seed(0)), torch.rand(40, generator=torch.Generator().manual_seed(1))
+    for z, x, t in zip(wide.tolist(), u.tolist(), choose(wide, u, (700, 1300), 0.7)[0].tolist()):  # over several blocks of words
+        weight = [0.0 if i in (700, 1300) else math.exp(a / 0.7) for i, a in enumerate(z)]
+        assert sum(weight[:t]) <= x * sum(weight) * (1 + 1e-6) and x * sum(weight) <= sum(weight[:t + 1]) * (1 + 1e-6)
     edge = torch.tensor([0.0, 1 - 2 ** -24, 1.0])
     assert not set(choose(torch.zeros(3, 100000), edge, (0, 99999), 1.0)[0].tolist()) & {0, 99999, 100000}
     assert choose(logits, u[:1], value_ids, 0.0)[0].item() == 0
@@ -918,6 +1107,28 @@ def test_the_conversation_grows_by_appending():
     assert lm.chat.first("one") + said + lm.chat.later("two", said[-1]) == whole  # cut off without a stop token: one is put in
 
 
+def odd_model(architecture):
+    """A model whose attention is not what the kv engine thinks it is."""
+    lm = random_model("qwen2", 1)
+    if architecture == "gemma2":
+        config = AutoConfig.for_model("gemma2", vocab_size=700, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2, sliding_window=None)
+        return dataclasses.replace(lm, model=AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    attention = lm.model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: (lambda out, w: (out + 0.1 * kwargs["hidden_states"].mean(1, keepdim=True), w))(*forward(*args, **kwargs))
+    return lm
+
+
+def test_known_sizes_need_no_download():
+    for name, millions in (("Qwen2.5-0.5B-Instruct", 494.0), ("Qwen/Qwen2.5-1.5B", 1543.7), ("Qwen2.5-3B", 3085.9), ("Qwen2.5-7B-Instruct", 7615.6)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_module.architecture(name))
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+    with pytest.raises(ValueError, match="cannot load"):
+        load("nobody/nothing", random_weights=True, words=envs.words())
+
+
 def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     lm = random_model("qwen2", 1)
     lm.tokenizer.chat_template = None
@@ -926,9 +1137,13 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     for name, complaint in (("mute", "chat template"), ("empty", "cannot load")):
         with pytest.raises(ValueError, match=complaint):
             load(str(tmp_path / name))
-    with pytest.raises(ValueError, match="--engine hf"):
-        lm.model.config.layer_types = ["full_attention", "sliding_attention"]
+    lm = random_model("qwen2", 1)
+    lm.model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM, use --engine hf: .*sliding"):
         Sampler(lm)
+    for architecture, says in (("gemma2", "use --engine hf"), ("gpt_neox", "hidden states differ")):
+        with pytest.raises(ValueError, match=says):
+            Sampler(odd_model(architecture))
     with pytest.raises(ValueError, match="known: kv, hf"):
         Sampler(lm, "vllm")
     assert hub_id("Qwen2.5-1.5B-Instruct") == "Qwen/Qwen2.5-1.5B-Instruct" and hub_id("a/b") == "a/b"
@@ -1154,5 +1369,12 @@ def test_every_file_shows_its_concern(capsys, monkeypatch):
     assert "Won" in capsys.readouterr().out
     run_main(model_module, monkeypatch)
     assert "w+" in capsys.readouterr().out
-    run_main(rollout_module, monkeypatch, "--rows", 3)
-    assert capsys.readouterr().out.count("kv") == 2
+    run_main(envs, monkeypatch, "--bench", "--workers", 1, "--steps", 5)
+    assert "128 games, 640 turns" in capsys.readouterr().out
+    run_main(rollout_module, monkeypatch, "--rows", 3, "--prompt", 20, "--new", 9, "--repeats", 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if line[:2] in ("hf", "kv")] == ["100%"] * 6
+    for argv, says in ((["--rows", 0], "--rows must be at least 1"), (["--env", "attic"], "known: house"), (["--model", "nothing"], "cannot load")):
+        with pytest.raises(SystemExit) as stop:
+            run_main(rollout_module, monkeypatch, *argv)
+        assert says in str(stop.value) + capsys.readouterr().err
