@@ -44,7 +44,7 @@ class Response:
     q: float  # Q after the last
 
 
-BLOCK = 512
+BLOCK = 128
 
 
 def choose(logits, u, value_ids, temperature):
@@ -52,11 +52,12 @@ def choose(logits, u, value_ids, temperature):
 
     The inverse of the cumulative distribution in two steps, first the block of words and then the word: a GPU would scan a
     whole vocabulary slowly. Sums are float64, and the first entry *above* u is taken: a word of probability 0 never is."""
-    logp = restricted_log_softmax(logits / (temperature or 1.0), value_ids)
+    logp = restricted_log_softmax(logits if temperature in (0, 1) else logits / temperature, value_ids)
     if temperature == 0:
         token = logp.argmax(-1, keepdim=True)
     else:
-        p = F.pad(logp.exp(), (0, -logp.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))  # (R, V / BLOCK, BLOCK)
+        p, short = logp.exp(), -logp.shape[1] % BLOCK
+        p = (F.pad(p, (0, short)) if short else p).unflatten(1, (-1, BLOCK))  # (R, V / BLOCK, BLOCK)
         mass = p.sum(-1, dtype=torch.float64).cumsum(-1)
         target = u[:, None].double().clamp(max=1 - 2 ** -40) * mass[:, -1:]  # u < 1 must survive rounding
         block = torch.searchsorted(mass, target, right=True)
@@ -311,9 +312,9 @@ class Sampler:
         self.is_stop[list(lm.stop_ids)] = True
         self.decode_one_token = torch.compile(self.forward, dynamic=True) if compile else self.forward
         self.graphs, self.pool = {}, None
-        gpu = device.type == "cuda"
-        self.every = 8 if gpu else 1  # steps between two looks at what has ended: a look holds up a GPU
-        self.budget = 16384 if gpu else 2048  # padded tokens a prefill forward takes: a CPU gains nothing by more, and pads less
+        self.gpu = device.type == "cuda"
+        self.every = 8 if self.gpu else 1  # steps between two looks at what has ended: a look holds up a GPU
+        self.budget = 16384 if self.gpu else 2048  # padded tokens a prefill forward takes: a CPU gains nothing by more, and pads less
 
     def forward(self, ids, at, rows, read, span):
         """ids and their positions at (R, T), in the rows (R,) -> hidden states (R, T, D). `read`, `span`: as KVCache.aim has them."""
@@ -367,7 +368,7 @@ class Sampler:
             if length > cache.length:  # by a quarter at least, or every turn of a long conversation would copy it all
                 length = -(-max(length, cache.length * 5 // 4) // 64) * 64
             self.rows.grow(max(rows, cache.rows), max(length, cache.length))
-            self.graphs = {}
+            self.graphs, self.pool = {}, None
 
     def settle(self, going):
         """Brings the rows that go on to the front."""
@@ -378,7 +379,7 @@ class Sampler:
         """One token for every open row."""
         rows, n = self.rows, self.open
         span = min(max(rows.length[:n]) + 1, rows.cache.length)
-        self.replay(n, span) if self.lm.device.type == "cuda" else self.decode(n, span)
+        self.replay(n, span) if self.gpu else self.decode(n, span)
         rows.length[:n] = [length + 1 for length in rows.length[:n]]
         self.tokens_decoded += n
         self.steps += 1
@@ -402,17 +403,22 @@ class Sampler:
         going &= ~ended
 
     def replay(self, n, span):
-        """The same as a CUDA graph, one per bucket of rows and length. The first step in a bucket is run, not replayed: a capture needs
+        """The same as a CUDA graph, one per bucket of rows and length. A bucket's first step is run, not replayed: a capture wants
         a warm-up."""
         n = min(n if n <= 2 else -(-n // 4) * 4 if n <= 16 else -(-n // 16) * 16, len(self.rows.names))
         span = min(-(-span // 256) * 256, self.rows.cache.length)
         if (n, span) in self.graphs:
-            return self.graphs[n, span].replay()
-        self.decode(n, span)
-        self.graphs[n, span] = graph = torch.cuda.CUDAGraph()
+            self.graphs[n, span].replay()
+        else:
+            self.decode(n, span)
+            self.graphs[n, span] = self.capture(n, span)
+
+    def capture(self, n, span):
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             self.decode(n, span)
-        self.pool = self.pool or graph.pool()
+        self.pool = graph.pool()  # graphs run one at a time, so they share their memory
+        return graph
 
     def collect(self, ended):
         """-> [(name, Response)] of the rows that have ended; the others move up."""

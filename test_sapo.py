@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 
@@ -953,6 +954,22 @@ def test_the_compiled_step_samples_the_same_tokens():
     lm = random_model("qwen2", 1, layers=1)
     for context in ("window", "full"):
         same_tokens_and_values(*(play(lm, "kv", context, 1.0, sampler_options={"compile": c})[0] for c in (False, True)))
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
+    """What a GPU does beside the arithmetic: rows and lengths rounded up, idle rows decoded along, a look every 8 steps."""
+    def replay_by_running(sampler, n, span):
+        return types.SimpleNamespace(replay=lambda: sampler.decode(n, span))
+
+    monkeypatch.setattr(Sampler, "capture", replay_by_running)
+    lm, prepare = random_model("qwen2", 1), Sampler.prepare
+    plain = [play(lm, "kv", context, 1.0, rows=rows)[0] for rows in (99, 5)]
+    monkeypatch.setattr(Sampler, "prepare", lambda self, compile: (prepare(self, compile), vars(self).update(gpu=True, every=8)))
+    for one, rows in zip(plain, (99, 5)):
+        turns, sampler = play(lm, "kv", context, 1.0, rows=rows)
+        assert len(sampler.graphs) > 1 and sampler.tokens_decoded > sampler.tokens_sampled
+        same_tokens_and_values(one, turns)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
