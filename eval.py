@@ -36,7 +36,7 @@ def play(sampler, games, pool, *, seed=0, first=0, history=2, max_prompt=2048, m
     for _, mine in itertools.groupby(turns, lambda t: t.traj):
         mine = list(mine)
         records.append({"task": mine[-1].task, "category": envs.CATEGORIES.get(mine[-1].category, mine[-1].category),
-                        "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated,
+                        "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated, "outgrown": mine[-1].outgrown,
                         "valid_actions": float(np.mean([not t.invalid for t in mine])),
                         "actions": [t.action for t in mine], "responses": [t.text for t in mine]})
     return records
@@ -212,6 +212,9 @@ def evaluate(args):
     with open(os.path.splitext(out)[0] + ".jsonl", "w") as file:
         file.writelines(json.dumps(r) + "\n" for r in records)
     print(table({f"{os.path.basename(args.model.rstrip('/'))}, {split}, T = {args.temperature:g}": result}))
+    outgrown = sum(r["outgrown"] for r in records)
+    if outgrown:
+        print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit (--max_prompt, --max_context)")
     print(f"wrote {out}")
 
 

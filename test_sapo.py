@@ -779,6 +779,24 @@ def test_real_games_answer_the_same_with_shortcuts(number):
 
 @needs_games
 @needs_package
+def test_a_growing_conversation_is_read_in_a_quarter_of_the_tokens():
+    """SmolLM2's tokenizer counts 0.16 to 0.22 in place of the tiny model's 0.20 to 0.27."""
+    lm, count = load("tiny", words=envs.words()), {"window": 0, "full": 0}
+    for task in tasks("alfworld", "train")[::700]:
+        env = make_env("alfworld")
+        obs, info = env.reset(task)
+        episode, rng = Episode(obs, info), random.Random(task)
+        for turn in range(40):
+            count["window"] += len(lm.chat.first(episode.window_prompt()))
+            count["full"] += len(lm.chat.later(episode.full_prompt()) if turn else lm.chat.first(episode.full_prompt()))
+            command = rng.choice(info["admissible"])
+            obs, *_, info = env.step(command)
+            episode.took(command, obs, info)
+    assert count["full"] < 0.28 * count["window"]
+
+
+@needs_games
+@needs_package
 def test_a_killed_worker_costs_a_real_rollout_nothing_but_time():
     lm, ids = random_model("qwen2", 1), tasks("alfworld", "train")[100:103]
     turns = []
@@ -985,6 +1003,17 @@ def test_captured_graphs_sample_the_same_tokens(context, compile):
     same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
 
 
+def test_the_least_time_is_counted_by_hand():
+    lm = random_model("qwen2", 1)  # 2 layers, width 32, 4 heads of 8, 2 of them for K and V
+    sampler, said = Sampler(lm), [types.SimpleNamespace(ids=[1] * 3), types.SimpleNamespace(ids=[1])]
+    sampler.steps = 3
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 64 + 3 * 32 * 64 + 2 * 32  # q, o; k, v; their biases; the MLP; two norms
+    body, head = 2 * layer + 32, 32 * lm.model.config.vocab_size
+    prefill, decode = rollout_module.least_time(lm, sampler, [[1] * 10, [1] * 20], said, bandwidth=1.0, peak=1.0)
+    assert prefill == 2 * body * 30 + 2 * (10 ** 2 + 20 ** 2) * 2 * 32  # attention: half of 4 T^2 a layer and unit of width
+    assert decode == 4 * (3 * (body + head) + (11 + 12 + 13 + 21) * 2 * 2 * 16)
+
+
 def test_full_context_encodes_every_token_once():
     lm = random_model("llama", 1)
     turns, sampler = play(lm, "kv", "full", 1.0)
@@ -1062,6 +1091,7 @@ def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain
     ended, _ = play(lm, "kv", "full", 1.0, max_context=90)
     last = [t for t in ended if t.done]
     assert len(last) == len(GAMES) and any(t.truncated and t.turn < 5 for t in last)
+    assert all(t.outgrown == (t.turn < 5 and not t.won) for t in last) and not any(t.outgrown for t in free)
     with pytest.raises(ValueError, match="tokens"):
         play(lm, "kv", "window", 1.0, max_prompt=10)
 

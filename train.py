@@ -343,7 +343,7 @@ def train(lm, pool, config, log):
         metrics = summary(iteration, turns, values, steps, sampler, clock)
         log(metrics, turns)
         bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game, "
-                            f"V explains {metrics['v_explained_variance']:.0%}")
+                            f"V explains {metrics['v_explained_variance']:.0%}" + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
         failed = failed + 1 if metrics["skipped"] == len(steps) else 0
         if failed == 5:
             raise ValueError("five iterations in a row had no finite step; lower --lr, or look at the losses in metrics.jsonl")
@@ -373,7 +373,7 @@ class Clock:
 def summary(iteration, turns, values, steps, sampler, clock):
     """One line of metrics.jsonl, over all ranks."""
     v, q, returns = (torch.tensor(gather(x.tolist())) for x in values)
-    rows = gather([(t.won, t.category, t.done, t.truncated, t.invalid, t.admissible, len(t.action_ids)) for t in turns])
+    rows = gather([(t.won, t.category, t.done, t.truncated, t.invalid, t.admissible, t.outgrown) for t in turns])
     ends = [r for r in rows if r[2]]
     mean = lambda xs: float(np.mean(xs)) if len(xs) else 0.0
     encoded, sampled = (sum(gather([n])) for n in (sampler.tokens_encoded, sampler.tokens_sampled))
@@ -381,7 +381,7 @@ def summary(iteration, turns, values, steps, sampler, clock):
     out = {"iteration": iteration, "episodes": len(ends), "success": mean([r[0] for r in ends])}
     by_category = {name: [r[0] for r in ends if r[1] == c] for c, name in envs.CATEGORIES.items()}
     out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
-    out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled, "truncated": mean([r[3] for r in ends]),
+    out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled, "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
             "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
     for k in steps[0]:
         numbers = [s[k] for s in steps]
