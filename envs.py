@@ -302,7 +302,7 @@ def shortcuts():
 
     parse, translate = functools.cache(textgen._parse_and_convert), fast_downward.pddl2sas
 
-    def share(x):  # for deepcopy: symbols and mappings are replaced, never changed below their first level
+    def share(x):  # for deepcopy: below the first level nothing is changed but the context of a list's symbol, and that is set before it is read
         return [copy.copy(y) for y in x] if isinstance(x, list) else copy.copy(x)
 
     @functools.lru_cache(1)
@@ -337,16 +337,20 @@ def shortcuts():
             self.ordered.pop(fact.signature, None)
             super().remove_fact(fact)
 
-    return [(textgen, "deepcopy", share), (textgen, "_parse_and_convert", lambda text, rule_name, trace=False: share(parse(text, rule_name=rule_name))),
-            (Rule, "parse_conjunctive_query", staticmethod(functools.cache(Rule.parse_conjunctive_query))),
-            # The optimised translation serves a planner that is never asked; loading a game and resetting it make the same state.
-            (fast_downward, "pddl2sas", lambda domain, problem, verbose=False, optimize=False: translate_once(domain, problem)),
-            (logic, "PddlState", functools.lru_cache(1)(State))]
+    return [
+        (textgen, "deepcopy", share),
+        (textgen, "_parse_and_convert", lambda text, rule_name, trace=False: share(parse(text, rule_name=rule_name))),
+        (Rule, "parse_conjunctive_query", staticmethod(functools.cache(Rule.parse_conjunctive_query))),
+        # the optimised translation serves a planner that is never asked
+        (fast_downward, "pddl2sas", lambda domain, problem, verbose=False, optimize=False: translate_once(domain, problem)),
+        # loading a game makes a state, and resetting it the same one again; a game that has been played must be loaded before its reset
+        (logic, "PddlState", functools.lru_cache(1)(State))]
 
 
 @contextlib.contextmanager
 def hurried():
-    """TextWorld with its shortcuts, and without the garbage collector, a third of a translation. Whoever else uses it sees no change."""
+    """TextWorld with its shortcuts, and without the garbage collector, which takes a third of a translation's time. Afterwards TextWorld is
+    as it was."""
     before, collecting = [(where, name, vars(where)[name]) for where, name, _ in shortcuts()], gc.isenabled()
     try:
         gc.disable()
@@ -641,9 +645,10 @@ class Pool:
     # ---- what the caller says
     def load(self, tasks):
         for task in tasks if self.procs else ():
-            self.loaded = (self.loaded + 1) % len(self.procs)  # one worker after the other
-            self.loading.setdefault(task, []).append(self.loaded)
-            self.post(self.loaded, "load", None, task)
+            if task not in self.loading:
+                self.loaded = (self.loaded + 1) % len(self.procs)  # one worker after the other
+                self.loading[task] = self.loaded
+                self.post(self.loaded, "load", None, task)
 
     def start(self, key, task):
         self.begin(key, "start", task)
@@ -668,11 +673,12 @@ class Pool:
             for conn in wait(self.conns):
                 self.listen(self.conns.index(conn))
         self.seconds += time.time() - began
+        for key in keys:
+            if isinstance(self.answers[key], Exception):
+                raise GameError(f"{self.name}: game {self.seats[key].asked[0][1]} failed: {self.answers.pop(key)}")
         out = [self.answers.pop(k) for k in keys]
         for key, answer in zip(keys, out):
-            op, task, *_ = self.seats[key].asked[0]
-            if isinstance(answer, Exception):
-                raise GameError(f"{self.name}: game {task} failed: {answer}")
+            op = self.seats[key].asked[0][0]
             if op == "demo" or len(answer) == 5 and (answer[2] or answer[3]):
                 self.forget(key)
         return out
@@ -691,7 +697,7 @@ class Pool:
         load = [seat.worker for seat in self.seats.values()]
         idlest = min(range(len(self.procs)), key=load.count, default=0)
         self.count += 1
-        self.seats[key] = Seat(self.count, self.loading[task].pop() if self.loading.get(task) else idlest, [])
+        self.seats[key] = Seat(self.count, self.loading.pop(task, idlest), [])
         self.keys[self.count] = key
         self.ask(key, op, task, *args)
 
@@ -791,41 +797,39 @@ def wander(env, task, steps):
 
 def bench(name, options, games, steps, workers):
     """Seconds of an environment; for alfworld beside TextWorld's own engine, answer by answer; then through the pool."""
-    kinds = {"ours": {}} if name == "house" else {"stock": {"stock": True}, "ours": {}}
-    kinds, few = {kind: make_env(name, **options, **extra) for kind, extra in kinds.items()}, random.Random(0).sample(games, min(8, len(games)))
-    wander(kinds["ours"], few[0], 1), "stock" in kinds and wander(kinds["stock"], few[0], 1)  # imports
-    times, same, answers = {kind: ([], []) for kind in kinds}, 0, 0
-    for task in few:
-        transcripts = []
-        for kind, env in kinds.items():
-            said, reset, seconds = wander(env, task, steps)
-            times[kind][0].append(reset)
-            times[kind][1].extend(seconds)
-            transcripts.append(json.dumps(said))
-        same, answers = same + (len(set(transcripts)) == 1), answers + len(said)
+    envs = {"stock": make_env(name, **options, stock=True)} if name == "alfworld" else {}
+    envs["ours"] = make_env(name, **options)
+    few = random.Random(0).sample(games, min(8, len(games)))
+    for env in envs.values():
+        wander(env, few[0], 1)  # imports
+    played = {kind: [wander(env, task, steps) for task in few] for kind, env in envs.items()}
     middle = lambda xs: sorted(xs)[len(xs) // 2]
-    medians = {kind: (middle(resets), middle(seconds)) for kind, (resets, seconds) in times.items()}
-    print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}   medians of {len(few)} games, {answers} answers")
-    for kind, (reset, step) in medians.items():
+    times = {kind: (middle([reset for _, reset, _ in runs]), middle([s for _, _, seconds in runs for s in seconds])) for kind, runs in played.items()}
+    print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}   medians of {len(few)} games, {sum(len(said) for said, _, _ in played['ours'])} answers")
+    for kind, (reset, step) in times.items():
         print(f"{kind:8}{1000 * reset:20.2f}{1000 * step:12.3f}")
-    if "stock" in medians:
-        ratios = [a / b for a, b in zip(medians["stock"], medians["ours"])]
-        print(f"{'times':8}{ratios[0]:20.1f}{ratios[1]:12.1f}   transcripts identical in {same} of {len(few)} games"
-              + ("" if shortcuts() else "; this TextWorld is not 1.7.0: both are the stock engine"))
-    chosen = random.Random(1).sample(games, min(128, len(games)))
-    pool, began = Pool(name, options, workers), time.perf_counter()
-    for key, task in enumerate(chosen):
-        pool.start(key, task)
-    live, turns, rng = dict(enumerate(a[1] for a in pool.gather(range(len(chosen))))), 0, random.Random(2)
+    if "stock" in times:
+        same = sum(json.dumps(a[0]) == json.dumps(b[0]) for a, b in zip(*played.values()))
+        print(f"{'times':8}{times['stock'][0] / times['ours'][0]:20.1f}{times['stock'][1] / times['ours'][1]:12.1f}"
+              f"   transcripts identical in {same} of {len(few)} games" + ("" if shortcuts() else "; not TextWorld 1.7.0: both are its own engine"))
+    bench_pool(name, options, random.Random(1).sample(games, min(128, len(games))), workers)
+
+
+def bench_pool(name, options, games, workers):
+    """Random play of all games side by side."""
+    pool, began, rng = Pool(name, options, workers), time.perf_counter(), random.Random(2)
+    for key, game in enumerate(games):
+        pool.start(key, game)
+    live, turns = dict(enumerate(answer[-1] for answer in pool.gather(range(len(games))))), 0
     loaded = time.perf_counter() - began
     while live:
         for key, info in live.items():
             pool.step(key, rng.choice(info["admissible"]))
-        answers = dict(zip(live, pool.gather(live)))
-        turns, live = turns + len(live), {key: a[-1] for key, a in answers.items() if not (a[2] or a[3])}
+        turns += len(live)
+        live = {key: answer[-1] for key, answer in zip(live, pool.gather(live)) if not (answer[2] or answer[3])}
     seconds = time.perf_counter() - began
     pool.close()
-    print(f"pool, {workers or 'no'} worker{'s' * (workers != 1)}: {len(chosen)} games, {turns} turns in {seconds:.1f} s, of which {loaded:.1f} s are resets")
+    print(f"pool, {workers or 'no'} worker{'s' * (workers != 1)}: {len(games)} games, {turns} turns in {seconds:.1f} s, of which {loaded:.1f} s are resets")
 
 
 def play(env, task):

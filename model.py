@@ -89,7 +89,7 @@ def make_batch(samples):
 
 
 def micro_batches(samples, budget):
-    """[(ids, ...)] -> lists of samples of like length, shortest first, whose padded size stays below `budget` tokens."""
+    """[(ids, ...)] -> lists of samples of like length, shortest first, of at most `budget` tokens with their padding, or one sample."""
     groups = []
     for sample in sorted(samples, key=lambda s: len(s[0])):
         if not groups or (len(groups[-1]) + 1) * len(sample[0]) > budget:
@@ -256,8 +256,8 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
     """-> ActorCritic on `device` (default: a GPU where there is one).
 
     `name`: "tiny", a folder, a hub id or a bare name. tau_v and r_max default to what the folder was trained with, else 1 and
-    10. `seed` and `words` (fixed strings, nouns) make the tiny model; so does its tokenizer serve random_weights, which builds
-    the named architecture alone, for measuring. ValueError says what is wrong."""
+    10. `seed` and `words` (fixed strings, nouns) make the tiny model. random_weights builds the named architecture without its
+    weights, behind the tiny model's tokenizer: for measuring. ValueError says what is wrong."""
     saved, device = {}, torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if name == "tiny":
         model, tokenizer = tiny(*words, seed=seed)
@@ -265,7 +265,8 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
         try:
             if random_weights:
                 tokenizer = tiny_tokenizer(*words)
-                with device:
+                with torch.random.fork_rng(), device:
+                    torch.manual_seed(seed)
                     model = AutoModelForCausalLM.from_config(architecture(name), dtype=dtype, attn_implementation="sdpa")
             else:
                 tokenizer = load_tokenizer(hub_id(name))

@@ -7,7 +7,8 @@
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
 Both draw a token by one uniform number u through the inverse of the cumulative distribution, and u comes from (seed,
-iteration, trajectory, turn) alone: the same seed gives the same trajectories whatever the engine, the number of rows or the rank.
+iteration, trajectory, turn) alone: the same seed gives the same trajectories whatever the engine, the number of rows or the rank,
+up to rounding.
 V is read at the last token of the context, Q at the last token the policy chose; neither w+ nor w- is ever sampled.
 
 Two ways of showing the past (`context`): `window` builds each turn's prompt anew from the last k turns; `full` lets the
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import envs
-from model import load, micro_batches, restricted_log_softmax, value_readout
+from model import load, micro_batches, restricted_log_softmax
 
 # ---------------------------------------------------------------------------------------------------------- sampling
 
@@ -76,7 +77,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
     rows, heads, tokens, _ = query.shape
     groups = heads // key.shape[1]
     if attention_mask is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)  # with a mask: slow
     elif tokens == 1:  # K and V are most of what a decoding step reads: the heads that share them are folded into the query axis
         out = F.scaled_dot_product_attention(query.reshape(rows, key.shape[1], groups, -1), key, value, scale=scaling,
                                              attn_mask=attention_mask.expand(-1, 1, groups, -1)).reshape(rows, heads, 1, -1)
@@ -122,8 +123,13 @@ class KVCache:
             x[target, :, :span] = x[source, :, :span]
 
     def aim(self, rows, at, read, span):
-        """For the next forward: the rows (R,) and positions at (R, T) it writes, and what it reads up to position span: so many rows from
-        the first, some rows (R,), or nothing but its own tokens (None). -> attention mask (R, 1, T, span) to add, or None."""
+        """Says what the next forward does: it writes rows (R,) at positions at (R, T), and it reads, up to position span,
+
+            read = n        rows 0 to n - 1, which are the rows it writes: decoding, without a copy
+            read = rows     some rows (R,), gathered: a prefill that goes on with old conversations
+            read = None     nothing but its own tokens: a prefill from the beginning
+
+        -> attention mask (R, 1, T, span) to add, or None."""
         self.write, self.read, self.span = (rows[:, None], at), read, span
         if read is None:
             return None
@@ -182,16 +188,19 @@ class Rows:
 
 
 class Recorder(LogitsProcessor):
-    """Makes `generate` draw what `choose` draws, and notes the log-probs and the readout of every step."""
+    """Makes `generate` draw what `choose` draws, and notes the log-prob and the readout of every step."""
 
     def __init__(self, lm, u, temperature, prompt_length):
         self.lm, self.u, self.temperature, self.n, self.logp, self.p = lm, u, temperature, prompt_length, [], []
+
+    def look(self, module, inputs, output):
+        """A hook on the body: from the hidden state, because 16-bit logits are rounded before one could be taken from the other."""
+        self.p.append(self.lm.readout(output.last_hidden_state[:, -1]))
 
     def __call__(self, input_ids, scores):
         step = min(input_ids.shape[1] - self.n, self.u.shape[1] - 1)
         token, logp = choose(scores, self.u[:, step], self.lm.value_ids, self.temperature)
         self.logp.append(logp)
-        self.p.append(value_readout(scores, self.lm.value_ids, tau=self.lm.tau_v))
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
 
@@ -214,8 +223,10 @@ class Sampler:
 
     engine "kv" or "hf". context "window" forgets a sequence when its response has ended; "full" keeps its keys and values for
     the next one under that name, until `drop`. max_new: the longest response in tokens. compile: torch.compile for kv's decoding
-    step. Counts tokens_encoded (context tokens run through the model, those encoded again included), tokens_sampled,
-    tokens_decoded (rows times decoding steps: tokens_sampled and what was wasted) and steps. ValueError where kv cannot serve the model."""
+    step. ValueError where kv cannot serve the model.
+
+    Counts tokens_encoded (context tokens run through the model, those encoded again included), tokens_sampled, tokens_decoded
+    (rows times decoding steps: tokens_sampled and what was wasted), and steps."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0, compile=False):
         for what, value, options in (("engine", engine, ("kv", "hf")), ("context", context, ("window", "full"))):
@@ -237,7 +248,9 @@ class Sampler:
 
     @torch.no_grad()
     def run(self, steps=None):
-        out = [] if not self.busy else self.hf() if self.engine == "hf" else self.kv(steps or self.max_new)
+        if not self.busy:
+            return []
+        out = self.hf() if self.engine == "hf" else self.kv(steps or self.max_new)
         self.tokens_sampled += sum(len(response.ids) for _, response in out)
         return out
 
@@ -257,9 +270,9 @@ class Sampler:
             self.rows.going[:] = False
 
     def drop(self, name):
-        """Forgets a conversation that is over."""
-        if self.engine == "kv" and name in self.rows.names:
-            self.rows.names[self.rows.names.index(name)] = None
+        """Forgets a conversation that is over. One that is being answered cannot be dropped."""
+        if self.engine == "kv" and name in self.rows.names[self.open:]:
+            self.rows.names[self.rows.names.index(name, self.open)] = None
 
     # ---- hf
     def hf(self):
@@ -269,11 +282,13 @@ class Sampler:
         seen = torch.tensor([[0] * (n - len(s)) + [1] * len(s) for s in sequences], device=lm.device)
         recorder = Recorder(lm, torch.as_tensor(np.stack(u), device=lm.device), self.temperature, n)
         own, lm.model.generation_config = lm.model.generation_config, GenerationConfig()  # or a model's own top-k would creep in
+        hook = lm.model.base_model.register_forward_hook(recorder.look)
         try:
             done = lm.model.generate(
                 ids, attention_mask=seen, max_new_tokens=self.max_new + 1, do_sample=False, pad_token_id=lm.stop_ids[0],
                 logits_processor=LogitsProcessorList([recorder]), stopping_criteria=StoppingCriteriaList([OneStepLate(lm.stop_ids, n)]))
         finally:
+            hook.remove()
             lm.model.generation_config = own
         logp, v = torch.stack(recorder.logp, 1).tolist(), (lm.r_max * torch.stack(recorder.p, 1)).tolist()  # (R, steps)
         self.tokens_encoded += sum(map(len, sequences))
@@ -288,12 +303,14 @@ class Sampler:
     # ---- kv: rows [0, self.open) are being decoded; in `full`, others keep conversations whose games are thinking
     def prepare(self, compile):
         """Looks at the model's own cache and compares the engine with the model: ValueError where it cannot serve it."""
-        lm, device = self.lm, self.lm.device
+        lm, config, device = self.lm, self.lm.model.config, self.lm.device
         refusal = f"the kv engine cannot serve {type(lm.model).__name__}, use --engine hf: "
-        layers = getattr(lm.model.config, "layer_types", None)
-        limited = getattr(lm.model.config, "sliding_window", None) if layers is None else set(layers) - {"full_attention"}
+        layers = getattr(config, "layer_types", None)
+        limited = getattr(config, "sliding_window", None) if layers is None else set(layers) - {"full_attention"}
         if limited:
             raise ValueError(f"{refusal}its attention is limited ({limited})")
+        if any(kind in str(getattr(config, "rope_parameters", "")) for kind in ("'dynamic'", "'longrope'")):
+            raise ValueError(f"{refusal}its positions depend on the longest sequence of the batch")
         ids = at = torch.arange(4, device=device)[None]
         try:
             with torch.no_grad():
@@ -301,7 +318,10 @@ class Sampler:
                 self.rows = Rows(KVCache([(x.keys, x.values) for x in theirs.past_key_values.layers]), theirs.last_hidden_state, self.max_new)
                 self.rows.grow(1, 4)
                 with folded_attention(lm.model):
-                    ours = [self.forward(ids[:, a:b], at[:, a:b], at[0, :1], 1 if a else None, b) for a, b in ((0, 2), (2, 3), (3, 4))]
+                    row = at[0, :1]  # one token alone, two after it, one more by the way of decoding
+                    ours = [self.forward(ids[:, a:b], at[:, a:b], row, read, b) for a, b, read in ((0, 1, None), (1, 3, row), (3, 4, 1))]
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"{refusal}{error}") from None
         expected = theirs.last_hidden_state.float()
@@ -311,16 +331,17 @@ class Sampler:
         self.value_ids = torch.tensor(lm.value_ids, device=device)
         self.is_stop = torch.zeros(len(lm.model.get_output_embeddings().weight), dtype=torch.bool, device=device)
         self.is_stop[list(lm.stop_ids)] = True
-        self.decode_one_token = torch.compile(self.forward, dynamic=True) if compile else self.forward
-        self.graphs, self.pool = {}, None
+        self.forward_one = torch.compile(self.forward, dynamic=True) if compile else self.forward
+        self.graphs, self.graph_memory = {}, None
         self.gpu = device.type == "cuda"
         self.every = 8 if self.gpu else 1  # steps between two looks at what has ended: a look holds up a GPU
-        self.budget = 16384 if self.gpu else 2048  # padded tokens a prefill forward takes: a CPU gains nothing by more, and pads less
+        self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill forward: enough to keep it busy, few enough to pad little
 
     def forward(self, ids, at, rows, read, span):
         """ids and their positions at (R, T), in the rows (R,) -> hidden states (R, T, D). `read`, `span`: as KVCache.aim has them."""
         mask = self.rows.cache.aim(rows, at, read, span)
-        return self.lm.body(ids, position_ids=at, attention_mask=mask, past_key_values=self.rows.cache, use_cache=True)
+        real = at % min(self.rows.cache.length, self.lm.max_length)  # padding and idle rows may stand one past the last position
+        return self.lm.body(ids, position_ids=real, attention_mask=mask, past_key_values=self.rows.cache, use_cache=True)
 
     def kv(self, steps):
         """Encodes what was added, then decodes until a row has ended, for `steps` steps at most (rounded up to `every`)."""
@@ -364,12 +385,19 @@ class Sampler:
         self.settle([*range(self.open), *(i for _, i, _ in new)])
 
     def reserve(self, rows, length):
-        cache = self.rows.cache
+        cache, (rows, length) = self.rows.cache, self.bucket(rows, length)
         if rows > cache.rows or length > cache.length:
+            self.graphs, self.graph_memory = {}, None
             if length > cache.length:  # by half at least, or every turn of a long conversation would copy it all
-                length = -(-max(length, cache.length * 3 // 2) // 64) * 64
+                length = self.bucket(1, max(length, cache.length * 3 // 2))[1]
             self.rows.grow(max(rows, cache.rows), max(length, cache.length))
-            self.graphs, self.pool = {}, None
+
+    def bucket(self, n, span):
+        """Rounds up, so that few graphs serve all numbers of rows and all lengths; on a CPU there are no graphs."""
+        if not self.gpu:
+            return n, span
+        step = 1 if n <= 2 else 4 if n <= 16 else 16
+        return -(-n // step) * step, -(-span // 256) * 256
 
     def settle(self, going):
         """Brings the rows that go on to the front."""
@@ -378,14 +406,14 @@ class Sampler:
 
     def step(self):
         """One token for every open row."""
-        rows, n = self.rows, self.open
-        span = min(max(rows.length[:n]) + 1, rows.cache.length)
-        self.replay(n, span) if self.gpu else self.decode(n, span)
-        rows.length[:n] = [length + 1 for length in rows.length[:n]]
+        rows = self.rows
+        n, span = self.bucket(self.open, min(max(rows.length[:self.open]) + 1, rows.cache.length))
+        self.replay(n, span) if self.gpu else self.decode_one_token(n, span)
+        rows.length[:self.open] = [length + 1 for length in rows.length[:self.open]]
         self.tokens_decoded += n
         self.steps += 1
 
-    def decode(self, n, span):
+    def decode_one_token(self, n, span):
         """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last. Rows that are not going
         idle along: what they write is never looked at. Touches nothing but the device."""
         rows, lm = self.rows, self.lm
@@ -395,30 +423,28 @@ class Sampler:
         column = torch.where(going, count, self.max_new)[:, None]
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
-        hidden = self.decode_one_token(token[:, None], at[:, None], torch.arange(n, device=at.device), n, span)[:, 0]
+        hidden = self.forward_one(token[:, None], at[:, None], torch.arange(n, device=at.device), n, span)[:, 0]
         rows.hidden[:n] = hidden
         at += going
         count += going
         ended = going & (self.is_stop[token] | (count == self.max_new))
-        rows.q[:n] = torch.where(ended, lm.readout(hidden), rows.q[:n])  # SAPO: and so does Q
+        rows.q[:n] = torch.where(ended, lm.readout(hidden), rows.q[:n])  # SAPO: Q costs two dot products
         going &= ~ended
 
     def replay(self, n, span):
         """The same as a CUDA graph, one per bucket of rows and length. A bucket's first step is run, not replayed: a capture wants
         a warm-up."""
-        n = min(n if n <= 2 else -(-n // 4) * 4 if n <= 16 else -(-n // 16) * 16, len(self.rows.names))
-        span = min(-(-span // 256) * 256, self.rows.cache.length)
         if (n, span) in self.graphs:
             self.graphs[n, span].replay()
         else:
-            self.decode(n, span)
+            self.decode_one_token(n, span)
             self.graphs[n, span] = self.capture(n, span)
 
     def capture(self, n, span):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.decode(n, span)
-        self.pool = graph.pool()  # graphs run one at a time, so they share their memory
+        with torch.cuda.graph(graph, pool=self.graph_memory):
+            self.decode_one_token(n, span)
+        self.graph_memory = graph.pool()  # graphs run one at a time, so they share it
         return graph
 
     def collect(self, ended):
@@ -532,7 +558,8 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
 
     A response that has ended is handed to its game while the others go on; the game's answer is taken PATIENCE decoding
     steps later, or when more games think than rows are decoded, and is waited for if need be. What is decoded together thus never
-    depends on the clock: games may answer in any order, workers may die, the same seed gives the same numbers to the last bit.
+    depends on the clock: games may answer in any order, workers may die, and a run repeats to the last bit. (With other rows, or another
+    engine, the tokens are the same up to rounding.)
 
     `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers. max_prompt bounds a
     window's prompt, max_context (default: the model's limit) a whole sequence with its response: an episode whose next
@@ -575,7 +602,8 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
                 ask(play)
             if play.over:
                 sampler.drop(play.traj)
-                bar and bar.update()
+                if bar is not None:
+                    bar.update()
                 if waiting:
                     begin()
                     pool.load([waiting[SOON - 1].task] if len(waiting) >= SOON else [])
@@ -651,6 +679,7 @@ def race(lm, rows, prompt, new, mean, repeats, compile):
             cuda and torch.cuda.synchronize()
             seconds[engine, n].append(time.perf_counter() - began)
     print(f"\n{rows} prompts of {prompt // 2} to {prompt * 3 // 2} random tokens, responses of up to {new}; medians of {repeats}")
+    # "% of bandwidth": the time the same tokens need at least, by the steps of kv, over the time they took
     print(f"{'engine':8}{'tokens/s':>10}{'times hf':>10}{'prefill s':>11}{'ms a step':>11}{'useful':>8}{'% of bandwidth':>16}{'prefill MFU %':>15}  same tokens")
     bound = limits(lm.device) if cuda else None
     median = {key: float(np.median(times[1:])) for key, times in seconds.items()}  # the first time warms up
@@ -700,7 +729,7 @@ def main():
     add("--data", help="alfworld: the folder that holds json_2.1.1")
     add("--horizon", type=int, default=8, help="turns a game may take")
     args = parser.parse_args()
-    for name, least in (("rows", 1), ("prompt", 2), ("new", 2), ("repeats", 1), ("horizon", 1), ("mean", 0)):
+    for name, least in (("rows", 1), ("prompt", 2), ("new", 9), ("repeats", 1), ("horizon", 1), ("mean", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}")
     try:

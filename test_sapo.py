@@ -908,12 +908,30 @@ def test_who_answers_when_changes_nothing(context):
         some, sampler = play(lm, "kv", context, 1.0, rows=rows)
         assert [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in some] == [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in whole]
         torch.testing.assert_close(torch.tensor([(t.v, t.q) for t in some]), torch.tensor([(t.v, t.q) for t in whole]), atol=1e-4, rtol=0)
-        assert len(sampler.rows.names) <= max(rows, 1)
+        assert len(sampler.rows.names) <= rows
     for rows, workers, when in ((3, 2, ()), (3, 2, {4, 11, 20}), (99, 1, {7})):
         with a_pool(workers, horizon=6) as pool:
             kill_now_and_then(pool, when)
             again = rollout(Sampler(lm, "kv", context, 9), GAMES, pool, seed=(3,), rows=rows)
         assert again == play(lm, "kv", context, 1.0, rows=rows)[0]
+
+
+def test_positions_never_leave_the_model_and_sixteen_bits_are_read_alike():
+    """Learned positions have an end; and V and Q come from hidden states, not from rounded logits, in every engine."""
+    base = random_model("qwen2", 1)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", vocab_size=600, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    learned = dataclasses.replace(base, model=AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), value_ids=(598, 599), stop_ids=(4,))
+    sixteen = dataclasses.replace(base, model=base.model.bfloat16())
+    prompts, u = [[7] * 10, list(range(5, 29)), [9] * 3], torch.rand(3, 40, generator=torch.Generator().manual_seed(0)).numpy()
+    for lm, near, near_logp in ((learned, 1e-4, 1e-4), (sixteen, 0.006, 0.1)):
+        for engine in ("kv", "hf"):
+            said = Sampler(lm, engine, max_new=40)(range(3), prompts, u)
+            batch = make_batch([(p + r.ids, [(len(p), len(p) + len(r.ids))]) for p, r in zip(prompts, said)])
+            with torch.no_grad():
+                logp, _, p_v, p_q = lm.score(batch)
+            torch.testing.assert_close(torch.tensor([(r.v, r.q) for r in said]), lm.r_max * torch.stack([p_v, p_q], 1), atol=near, rtol=0)
+            assert all((torch.tensor(r.logp) - logp[i, len(p):len(p) + len(r.ids)]).abs().max() < near_logp for i, (p, r) in enumerate(zip(prompts, said)))
 
 
 def test_nobody_waits_for_the_longest_response():
@@ -978,7 +996,7 @@ def test_the_compiled_step_samples_the_same_tokens():
 def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
     """What a GPU does beside the arithmetic: rows and lengths rounded up, idle rows decoded along, a look every 8 steps."""
     def replay_by_running(sampler, n, span):
-        return types.SimpleNamespace(replay=lambda: sampler.decode(n, span))
+        return types.SimpleNamespace(replay=lambda: sampler.decode_one_token(n, span))
 
     monkeypatch.setattr(Sampler, "capture", replay_by_running)
     lm, prepare = random_model("qwen2", 1), Sampler.prepare
@@ -1159,8 +1177,10 @@ def odd_model(architecture):
     lm = random_model("qwen2", 1)
     if architecture == "gemma2":
         config = AutoConfig.for_model("gemma2", vocab_size=700, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                      num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2, sliding_window=None)
+                                      num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 2, sliding_window=64)
         return dataclasses.replace(lm, model=AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    if architecture == "dynamic":
+        lm.model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     attention = lm.model.model.layers[1].self_attn
     forward = attention.forward
     attention.forward = lambda *args, **kwargs: (lambda out, w: (out + 0.1 * kwargs["hidden_states"].mean(1, keepdim=True), w))(*forward(*args, **kwargs))
@@ -1188,7 +1208,7 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     lm.model.config.layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="Qwen2ForCausalLM, use --engine hf: .*sliding"):
         Sampler(lm)
-    for architecture, says in (("gemma2", "use --engine hf"), ("gpt_neox", "hidden states differ")):
+    for architecture, says in (("gemma2", "attention with softcap"), ("odd", "hidden states differ"), ("dynamic", "longest sequence")):
         with pytest.raises(ValueError, match=says):
             Sampler(odd_model(architecture))
     with pytest.raises(ValueError, match="known: kv, hf"):
