@@ -325,9 +325,9 @@ class Sampler:
         except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"{refusal}{error}") from None
         expected = theirs.last_hidden_state.float()
-        error = ((torch.cat(ours, 1).float() - expected).norm() / expected.norm()).item()
-        if not error < (1e-3 if lm.model.dtype == torch.float32 else 0.1):
-            raise ValueError(f"{refusal}its hidden states differ by {error:.1g}")
+        error, scale = (torch.cat(ours, 1).float() - expected).norm().item(), expected.norm().item()
+        if not error <= (1e-3 if lm.model.dtype == torch.float32 else 0.1) * scale:
+            raise ValueError(f"{refusal}its hidden states differ ({error:.1g} of {scale:.1g})")
         self.value_ids = torch.tensor(lm.value_ids, device=device)
         self.is_stop = torch.zeros(len(lm.model.get_output_embeddings().weight), dtype=torch.bool, device=device)
         self.is_stop[list(lm.stop_ids)] = True

@@ -543,9 +543,9 @@ def test_window_prompt_shows_the_last_k_turns_without_thoughts(k):
 def test_full_prompt_says_only_what_is_new():
     first, later = conversation(0).full_prompt(), conversation(3).full_prompt()
     assert all(x in first for x in (envs.ROLE, envs.ANSWER, "You wake up.\n\nYour task is to: put a mug in desk.\n"))
-    assert "['go to bed 1', 'go to desk 1']" in first and "['look', 'touch 0']" in first and first.count("go to bed 1") == 1
-    assert later.startswith("You saw 3.\n") and "['look', 'touch 3', 'go to attic 1']" in later  # the attic was not known at first
-    assert not any(x in later for x in ("go to bed", "go to desk", "help", "task", "You saw 2.", "dance", "secret", envs.ROLE, envs.ANSWER))
+    assert "['go to bed 1', 'go to desk 1', 'look']" in first and "['touch 0']" in first and first.count("go to bed 1") == 1
+    assert later.startswith("You saw 3.\n") and "['touch 3', 'go to attic 1']" in later  # the attic was not known at first
+    assert not any(x in later for x in ("look", "go to bed", "go to desk", "help", "task", "You saw 2.", "dance", "secret", envs.ROLE, envs.ANSWER))
 
 
 # ---------------------------------------------------------------------------------------------------------------- pool
