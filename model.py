@@ -14,6 +14,7 @@ Shapes: N turns, B sequences, T tokens, M response tokens, V vocabulary, D width
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q from one turn
 """
 import argparse
+import functools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 # --------------------------------------------------------------------------------------- readouts (copy these alone)
@@ -114,6 +116,14 @@ class ActorCritic:
     def device(self):
         return self.model.device
 
+    @functools.cached_property
+    def value_index(self):  # value_ids where the model is: a list would be copied there again and again
+        return torch.tensor(self.value_ids, device=self.device)
+
+    @property
+    def chunk(self):  # positions whose logits exist at a time: about 256 MiB of float32
+        return max(64, 2 ** 26 // len(self.model.get_output_embeddings().weight))
+
     @property
     def max_length(self):
         return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
@@ -128,23 +138,33 @@ class ActorCritic:
         """(..., D) -> (z+, z-), (..., 2): a product with two rows of the head, the rest of the vocabulary untouched. In float32, or
         16-bit logits would be rounded before one is taken from the other."""
         head = self.model.get_output_embeddings()
-        two = lambda x: torch.stack([x[i] for i in self.value_ids]).float()  # by number: a list of them would be copied to the device
+        two = lambda x: x.index_select(0, self.value_index).float()
         return F.linear(hidden.float(), two(head.weight), None if getattr(head, "bias", None) is None else two(head.bias))
 
     def readout(self, hidden):  # (..., D) -> p in [-1, 1], (...)
         return value_readout(self.value_logits(hidden), (0, 1), tau=self.tau_v)
 
+    def token_scores(self, hidden, token, temperature):
+        """Hidden states (M, D) and the tokens (M,) that followed -> their log-probs (M,), the policy's entropy there (M,)."""
+        logp = restricted_log_softmax(self.logits(hidden).float() / temperature, self.value_index)  # (M, V)
+        return logp.gather(1, token[:, None])[:, 0], entropy(logp, self.value_index)
+
     def score(self, batch, temperature=1.0):
         """One forward -> logp (B, T), entropy (B, T), p_v (N,), p_q (N,). Log-probs and entropy are those of the restricted
-        policy at `temperature`, 0 off the response tokens."""
+        policy at `temperature`, 0 off the response tokens.
+
+        Logits are made of response positions alone, a chunk of them at a time, and made again in the backward pass: never is
+        there more than a chunk of them, however large the batch."""
         hidden = self.body(batch.ids, use_cache=False)
-        b, t = batch.mask.nonzero(as_tuple=True)  # (M,): response tokens only, each predicted by the position before it
-        all_logp = restricted_log_softmax(self.logits(hidden[b, t - 1]).float() / temperature, self.value_ids)  # (M, V)
-        logp = all_logp.gather(1, batch.ids[b, t][:, None])[:, 0]
-        spread = lambda x: x.new_zeros(batch.ids.shape).index_put((b, t), x)
-        p_v = self.readout(hidden[batch.seq, batch.start - 1])  # SAPO: V before the response sees no action
-        p_q = self.readout(hidden[batch.seq, batch.end - 1])  # SAPO: Q after it sees no reward
-        return spread(logp), spread(entropy(all_logp, self.value_ids)), p_v, p_q
+        b, t = batch.mask.nonzero(as_tuple=True)  # (M,): each response token is predicted by the position before it
+        chunks = list(zip(hidden[b, t - 1].split(self.chunk), batch.ids[b, t].split(self.chunk)))
+        again = len(chunks) > 1 and torch.is_grad_enabled()
+        parts = [checkpoint(self.token_scores, *c, temperature, use_reentrant=False, preserve_rng_state=False) if again
+                 else self.token_scores(*c, temperature) for c in chunks]
+        logp, h = (x.new_zeros(batch.ids.shape).index_put((b, t), x) for x in map(torch.cat, zip(*parts)))
+        # SAPO: V before the response sees no action, Q after it sees no reward
+        p_v, p_q = self.readout(hidden[batch.seq.repeat(2), torch.cat([batch.start, batch.end]) - 1]).chunk(2)
+        return logp, h, p_v, p_q
 
     def save(self, folder):
         self.model.save_pretrained(folder)

@@ -199,7 +199,7 @@ class Recorder(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         step = min(input_ids.shape[1] - self.n, self.u.shape[1] - 1)
-        token, logp = choose(scores, self.u[:, step], self.lm.value_ids, self.temperature)
+        token, logp = choose(scores, self.u[:, step], self.lm.value_index, self.temperature)
         self.logp.append(logp)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
@@ -328,7 +328,6 @@ class Sampler:
         error, scale = (torch.cat(ours, 1).float() - expected).norm().item(), expected.norm().item()
         if not error <= (1e-3 if lm.model.dtype == torch.float32 else 0.1) * scale:
             raise ValueError(f"{refusal}its hidden states differ ({error:.1g} of {scale:.1g})")
-        self.value_ids = torch.tensor(lm.value_ids, device=device)
         self.is_stop = torch.zeros(len(lm.model.get_output_embeddings().weight), dtype=torch.bool, device=device)
         self.is_stop[list(lm.stop_ids)] = True
         self.forward_one = torch.compile(self.forward, dynamic=True) if compile else self.forward
@@ -419,7 +418,7 @@ class Sampler:
         rows, lm = self.rows, self.lm
         at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
         u = rows.u[:n].gather(1, count.clamp(max=self.max_new - 1)[:, None])[:, 0]
-        token, logp = choose(lm.logits(rows.hidden[:n]).float(), u, self.value_ids, self.temperature)
+        token, logp = choose(lm.logits(rows.hidden[:n]).float(), u, lm.value_index, self.temperature)
         column = torch.where(going, count, self.max_new)[:, None]
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
