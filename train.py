@@ -14,6 +14,7 @@ Writes to RUN (--out): config.json, metrics.jsonl (a line an iteration), transcr
 folder), eval.json, eval.jsonl, curves.png.
 """
 import argparse
+import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -56,6 +57,7 @@ class Config:
     engine: str = "kv"  # kv: our own sampler; hf: generate
     rows: int = None  # games decoded side by side; default all of an iteration's
     compile: bool = False  # torch.compile for kv's decoding step
+    dtype: str = None  # float32 or bfloat16 (with float32 master weights); default bfloat16 on a GPU, float32 elsewhere
     history: int = 2  # turns shown in a window prompt
     horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld
     places: int = 5  # house: its size
@@ -88,6 +90,10 @@ class Config:
     mini_batch: int = 256  # turns an optimizer step
     epochs: int = 1
     tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
+    old: str = "recompute"  # old log-probs, V and Q: recompute (the paper's pass, line 3) or rollout (the sampler's own, which differ by rounding)
+    checkpointing: bool = False  # keep no activations of a layer, compute them again in the backward pass: less memory, a third more time
+    moments: str = "float32"  # AdamW's: float32 or bfloat16 (rounded at random, so that small changes are not lost)
+    shard: bool = False  # several ranks: each keeps a share of the optimizer's state (ZeRO 1)
 
     warmup: int = None  # imitation: at most so many steps; default: tiny in the house starts from START, all else without
     warmup_lr: float = 1e-5
@@ -99,7 +105,8 @@ class Config:
 
     eval_games: int = None  # games played before and after; default 192 (house), all 140 of valid_seen, or --tasks if that is below 64
     eval_temperature: float = 0.4
-    save_every: int = 10  # iterations between checkpoints
+    save_every: int = 1  # iterations between checkpoints
+    resume: bool = False  # go on with the run in --out from its last checkpoint; flags that are not given are the run's
     log: str = None  # tensorboard or wandb
 
 
@@ -120,14 +127,36 @@ def parse_config(argv=None):
         default = "" if f.type is bool or f.default is None else f" [{f.default}" + (f"; tiny: {TINY[f.name]}]" if f.name in TINY else "]")
         parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=(told.get(f.name, "") + default).replace("%", "%%"), **options)
     given = vars(parser.parse_args(argv))
+    if given.get("resume"):
+        given = stored_flags(given) | given
     model, env = given.get("model", Config.model), given.get("env", Config.env)
     config = Config(**(TINY if model == "tiny" else {}) | given)
     defaults = {"out": f"runs/{env}-{os.path.basename(model.rstrip('/'))}-{config.seed}", "horizon": 20 if env == "house" else 50,
                 "workers": 0 if env == "house" else max(1, min(16, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
+                "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
                 "eval_games": 192 if env == "house" else 140 if config.tasks >= 64 else config.tasks}
     config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
     check(config)
     return config
+
+
+FREE = {"iterations", "save_every", "workers", "data", "log", "out", "resume"}  # what a resumed run may change
+
+
+def stored_flags(given):
+    """The settings of the run that --resume names. ValueError where another value is given for what decides its course."""
+    out = given.get("out", f"runs/{given.get('env', Config.env)}-{os.path.basename(given.get('model', Config.model).rstrip('/'))}-{given.get('seed', 0)}")
+    try:
+        with open(f"{out}/config.json") as file:
+            stored = json.load(file)
+    except (OSError, json.JSONDecodeError):
+        return {"out": out}  # killed before it had begun: it begins anew
+    stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
+    stored["value_tokens"] = stored["value_tokens"] and tuple(stored["value_tokens"])
+    other = [f"--{k} is {stored[k]} there" for k, v in given.items() if k not in FREE and k in stored and stored[k] != (tuple(v) if isinstance(v, list) else v)]
+    if other:
+        raise ValueError(f"--resume: {out} was begun otherwise ({'; '.join(other)})")
+    return stored | {"out": out}
 
 
 def check(config):
@@ -146,9 +175,12 @@ def check(config):
     for name in ("gamma", "lam", "forget", "noise", "warmup_until", "lr_end"):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"--{name} must lie in [0, 1], got {getattr(config, name)}")
-    for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb"))):
+    for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb")),
+                          ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
         if getattr(config, name) not in options:
             raise ValueError(f"unknown --{name} {getattr(config, name)!r}; known: {', '.join(o for o in options if o)}")
+    if config.shard and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        raise ValueError("--shard spreads the optimizer's state over several ranks: torchrun --nproc_per_node=2 train.py ...")
     if config.log and importlib.util.find_spec(config.log) is None:
         raise ValueError(f"--log {config.log}: that package is not installed (pip install {config.log})")
     if config.env == "alfworld" and importlib.util.find_spec("alfworld") is None:
@@ -228,12 +260,21 @@ def mini_batches(turns, config, iteration):
 
 
 @torch.no_grad()
-def evaluate_old(lm, chunks):
-    """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs."""
-    for c in chunks:
+def evaluate_old(lm, chunks, old="recompute"):
+    """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs; or all three are the sampler's own. -> how far
+    the sampler's log-probs were from the pass's, a mean over tokens, where both are known: with `rollout`, in one chunk."""
+    off = []
+    for n, c in enumerate(chunks):
         c.batch = c.batch.to(lm.device)
-        logp, _, p_v, p_q = lm.score(c.batch)
-        c.old = logp, p_v, p_q  # SAPO: no second model is run
+        column = lambda values: torch.tensor(list(values), device=lm.device)
+        sampled = torch.zeros(c.batch.ids.shape, device=lm.device)
+        sampled[c.batch.mask] = column(x for t in c.turns for x in t.logp)
+        c.old = sampled, column(t.v for t in c.turns) / lm.r_max, column(t.q for t in c.turns) / lm.r_max
+        if old == "recompute" or n == 0:
+            logp, _, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
+            off.append((logp - sampled)[c.batch.mask].abs().mean().item())
+            c.old = (logp, p_v, p_q) if old == "recompute" else c.old
+    return float(np.mean(off)) if off else 0.0
 
 
 @torch.no_grad()
@@ -268,6 +309,7 @@ def update(lm, optimizer, chunks, config):
     tokens, turns = counts.clamp(min=1).tolist()
     optimizer.zero_grad(set_to_none=True)
     infos = []
+    lm.model.train(config.checkpointing)  # transformers checkpoints activations in training mode alone
     for c in chunks:
         logp, entropy, p_v, p_q = lm.score(c.batch)
         logp_old, p_v_old, p_q_old = c.old
@@ -277,6 +319,7 @@ def update(lm, optimizer, chunks, config):
             clip_q=config.clip_q, c_v=config.c_v, c_q=config.c_q, beta=config.beta, c_h=config.c_h, tokens=tokens, turns=turns)
         loss.backward()
         infos.append({k: float(x) for k, x in info.items()})
+    lm.model.eval()
     sum_gradients(lm.model)
     norm = torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
     infos = gather(infos)
@@ -288,8 +331,58 @@ def update(lm, optimizer, chunks, config):
     return out
 
 
+def at_random(x, generator):
+    """float32 -> bfloat16, up or down with the probability that keeps the mean."""
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).bfloat16()
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW for 16-bit models as well: updates go to float32 master weights, of which the model is a rounded copy. At a
+    learning rate of 1e-6 they are far below bf16's last digit and would be lost. One parameter at a time, so that no more than
+    one float32 gradient exists. `moments`: torch.float32 or torch.bfloat16."""
+
+    def __init__(self, params, lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, moments=torch.float32):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        self.moments = moments
+
+    def state_of(self, p):
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["m"], state["v"] = torch.zeros_like(p, dtype=self.moments), torch.zeros_like(p, dtype=self.moments)
+            if p.dtype != torch.float32:
+                state["master"] = p.detach().float()
+        return state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for n, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                state, g = self.state_of(p), p.grad.float()
+                state["step"] += 1
+                t, master = state["step"], state.get("master", p)
+                m = state["m"].float().lerp_(g, 1 - b1) if self.moments != torch.float32 else state["m"].lerp_(g, 1 - b1)
+                v = state["v"].float() if self.moments != torch.float32 else state["v"]
+                v.mul_(b2).addcmul_(g, g, value=1 - b2)
+                master.mul_(1 - lr * group["weight_decay"])
+                master.addcdiv_(m, (v / (1 - b2 ** t)).sqrt_().add_(group["eps"]), value=-lr / (1 - b1 ** t))
+                if self.moments != torch.float32:
+                    dice = torch.Generator(p.device).manual_seed(t * 10 ** 6 + n)  # a run that is resumed throws the same
+                    state["m"], state["v"] = at_random(m, dice), at_random(v, dice)
+                if master is not p:
+                    p.copy_(master)
+
+
 def optimizer_for(lm, config):
-    return torch.optim.AdamW(lm.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=lm.device.type == "cuda")
+    options = dict(lr=config.lr, weight_decay=config.weight_decay, moments=getattr(torch, config.moments))
+    if config.shard and world() > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(lm.model.parameters(), AdamW, **options)
+    return AdamW(lm.model.parameters(), **options)
 
 
 def set_lr(optimizer, config, iteration, step):
@@ -316,8 +409,8 @@ def train(lm, pool, config, log):
     reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None
     optimizer = optimizer_for(lm, config)
     ids = envs.tasks(config.env, "train", **env_options(config))
-    bar = tqdm(range(config.iterations), desc="SAPO", disable=rank() > 0)
-    step = failed = 0
+    done, step, failed = restore(lm, optimizer, config)  # of a resumed run; else 0
+    bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations, desc="SAPO", disable=rank() > 0)
     for iteration in bar:
         clock = Clock(pool)
         games = pick_tasks(ids, config, iteration)
@@ -328,25 +421,137 @@ def train(lm, pool, config, log):
         pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
         batches = mini_batches(turns, config, iteration)
         chunks = [c for chunk_list in batches for c in chunk_list]
-        evaluate_old(lm, chunks)  # line 3
+        sampler_off = evaluate_old(lm, chunks, config.old)  # line 3
         clock.lap("old")
         if reference:
             evaluate_reference(reference, chunks)
         clock.lap("ref")
         values = set_targets(chunks, config, lm.device)  # lines 4 and 5
         steps = []
-        for minibatch in batches * config.epochs:
-            set_lr(optimizer, config, iteration, step)
-            steps.append(update(lm, optimizer, minibatch, config))  # lines 6 and 7
-            step += 1
-        clock.lap("update")
-        metrics = summary(iteration, turns, values, steps, sampler, clock)
-        log(metrics, turns)
+        with uninterrupted():  # or a checkpoint would be neither of this iteration nor of the next
+            for minibatch in batches * config.epochs:
+                set_lr(optimizer, config, iteration, step)
+                steps.append(update(lm, optimizer, minibatch, config))  # lines 6 and 7
+                step, failed = step + 1, (failed + 1) * steps[-1]["skipped"]
+                if failed == 5:
+                    raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
+            clock.lap("update")
+            metrics = summary(iteration, turns, values, steps, sampler, clock) | {"sampler_off": sampler_off}
+            log(metrics, turns)
+            if (iteration + 1) % config.save_every == 0:
+                save_checkpoint(lm, optimizer, config, iteration + 1, step, failed)
         bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game, "
                             f"V explains {metrics['v_explained_variance']:.0%}" + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
-        failed = failed + 1 if metrics["skipped"] == len(steps) else 0
-        if failed == 5:
-            raise ValueError("five iterations in a row had no finite step; lower --lr, or look at the losses in metrics.jsonl")
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Ctrl-C and SIGTERM wait until the block is done; a second one does not."""
+    asked = []
+
+    def hear(*_):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+
+    before = {s: signal.signal(s, hear) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+    if asked:
+        raise KeyboardInterrupt
+
+
+def write_beside(path, fill):
+    """fill(FOLDER) writes a folder that becomes `path` when it is whole. At any moment `path`, or `path`.new and `path`.old, are whole."""
+    shutil.rmtree(f"{path}.new", ignore_errors=True)
+    os.makedirs(f"{path}.new")
+    fill(f"{path}.new")
+    files = {os.path.relpath(os.path.join(at, name), f"{path}.new"): os.path.getsize(os.path.join(at, name))
+             for at, _, names in os.walk(f"{path}.new") for name in names}
+    with open(f"{path}.new/whole.json", "w") as file:  # the last
+        json.dump(files, file)
+    shutil.rmtree(f"{path}.old", ignore_errors=True)
+    if os.path.isdir(path):
+        os.rename(path, f"{path}.old")
+    os.rename(f"{path}.new", path)
+    shutil.rmtree(f"{path}.old", ignore_errors=True)
+
+
+def is_whole(path):
+    try:
+        with open(f"{path}/whole.json") as file:
+            return all(os.path.getsize(os.path.join(path, name)) == size for name, size in json.load(file).items())
+    except (OSError, json.JSONDecodeError):
+        return False
+
+
+def newest_whole(path, say=print):
+    """Sets right what a kill left of `path`, `path`.new and `path`.old. -> whether `path` is whole now; torn ones are named."""
+    found = [p for p in (f"{path}.new", path, f"{path}.old") if os.path.isdir(p)]  # the newest first
+    whole = next((p for p in found if is_whole(p)), None)
+    for p in found:
+        if p != whole and not is_whole(p):
+            say(f"{p} is torn (a kill while it was written) and is removed")
+        if p != whole:
+            shutil.rmtree(p)
+    if whole and whole != path:
+        os.rename(whole, path)
+    return whole is not None
+
+
+def local_state(optimizer):
+    """This rank's parameters, and the optimizer's state of them."""
+    mine = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer, its share
+    return [p for group in mine.param_groups for p in group["params"]], mine.state
+
+
+def save_checkpoint(lm, optimizer, config, iteration, step, failed):
+    """RUN/checkpoint: the model as a Hugging Face folder, and what else decides what comes next. Random numbers and the order of tasks follow
+    from the seed and the iteration. With --shard every rank writes its share."""
+    path, sharded = f"{config.out}/checkpoint", config.shard and world() > 1
+
+    def write_state(folder):
+        params, state = local_state(optimizer)
+        torch.save({"iteration": iteration, "step": step, "failed": failed, "ranks": world() if sharded else 1,
+                    "optimizer": [state[p] if p in state else {} for p in params]}, f"{folder}/state-{rank()}.pt")
+
+    def fill(folder):
+        lm.save(folder)
+        write_state(folder)
+        if sharded:
+            dist.barrier()  # the folder is there
+            dist.barrier()  # all shares are written
+
+    if rank() == 0:
+        write_beside(path, fill)
+    elif sharded:
+        dist.barrier()
+        write_state(f"{path}.new")
+        dist.barrier()
+
+
+def restore(lm, optimizer, config):
+    """-> iterations and steps done, steps that failed in a row; the model and the optimizer as they were then."""
+    path = f"{config.out}/checkpoint"
+    if not config.resume or not is_whole(path):
+        return 0, 0, 0
+    saved = load(path, dtype=lm.model.dtype, device="cpu").model
+    with torch.no_grad():
+        for mine, theirs in zip(lm.model.parameters(), saved.parameters()):
+            mine.copy_(theirs)
+    sharded = config.shard and world() > 1
+    state = torch.load(f"{path}/state-{rank() if sharded else 0}.pt", map_location=lm.device)
+    if state["ranks"] != (world() if sharded else 1):
+        raise ValueError(f"--resume: the checkpoint's optimizer is sharded over {state['ranks']} rank(s)")
+    params, into = local_state(optimizer)
+    into.update({p: s for p, s in zip(params, state["optimizer"]) if s})
+    return state["iteration"], state["step"], state["failed"]
 
 
 # ------------------------------------------------------------------------------------------------------------- logging
@@ -402,7 +607,7 @@ def transcript(turns, names):
 
 
 class Log:
-    """metrics.jsonl, transcripts/, checkpoint/, and one optional dashboard."""
+    """metrics.jsonl, transcripts/, and one optional dashboard."""
 
     def __init__(self, lm, config):
         self.lm, self.config, self.writer = lm, config, None
@@ -427,23 +632,10 @@ class Log:
             for key, value in (metrics | {f"success/{c}": x for c, x in metrics["success_by_category"].items()}).items():
                 if isinstance(value, (int, float)):
                     self.writer(key, value, n)
-        if n % config.save_every == 0 or n == config.iterations - 1:
+        if n % 10 == 0 or n == config.iterations - 1:
             first = [t for t in turns if t.traj == turns[0].traj]
             with open(f"{config.out}/transcripts/{n:04d}.txt", "w") as file:
                 file.write(transcript(first, envs.CATEGORIES))
-        if (n + 1) % config.save_every == 0 and n + 1 < config.iterations:
-            save_folder(self.lm, f"{config.out}/checkpoint")
-
-
-def save_folder(lm, path):
-    """Written beside and renamed: after a kill, `path` or `path`.old is whole."""
-    for leftover in (".new", ".old"):
-        shutil.rmtree(path + leftover, ignore_errors=True)
-    lm.save(path + ".new")
-    if os.path.isdir(path):
-        os.rename(path, path + ".old")
-    os.rename(path + ".new", path)
-    shutil.rmtree(path + ".old", ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- imitation
@@ -600,8 +792,14 @@ def prepare(config, pool, say):
     ready_made = config.model == "tiny" and config.env == "house" and config.warmup is None
     if ready_made and not os.path.isdir(START):
         raise ValueError(f"{START} is missing; --warmup 5000 makes such a start anew")
+    if config.resume and rank() == 0:
+        for folder in ("start", "checkpoint"):
+            newest_whole(f"{config.out}/{folder}", say)
+    barrier()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    lm = load(START if ready_made else config.model, value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
+    imitated = f"{config.out}/start"
+    name = imitated if config.resume and is_whole(imitated) else START if ready_made else config.model
+    lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
               device=device, seed=config.seed, words=envs.words())
     games = envs.tasks(config.env, "train", **env_options(config))
     size, words = sum(p.numel() for p in lm.model.parameters()), lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
@@ -609,16 +807,66 @@ def prepare(config, pool, say):
     mean, spread, saturated = readout_at_start(lm, first_prompts(lm, pool, games[:4]))
     say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, "
         f"{saturated:.0%} saturated")
+    if config.checkpointing:
+        if any(m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)) or getattr(lm.model.config, "attention_dropout", 0):
+            raise ValueError("--checkpointing: this model has dropout, which would act in training mode")
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     if rank() == 0:
+        begin_folder(config, say)
+    if not config.resume:
+        pool.load(pick_tasks(games, config, 0)[rank()::world()])
+    return lm
+
+
+def begin_folder(config, say):
+    """Makes the run's folder; of one that is resumed, keeps what the checkpoint knows of."""
+    os.makedirs(config.out, exist_ok=True)
+    lines = []
+    if config.resume:
+        done = 0
+        if is_whole(f"{config.out}/checkpoint"):
+            done = torch.load(f"{config.out}/checkpoint/state-0.pt", map_location="cpu")["iteration"]
+        say(f"{config.out}: goes on after {done} iterations" if done else f"{config.out}: no checkpoint yet, begins anew")
+        lines = read_lines(f"{config.out}/metrics.jsonl")[:done]
+    else:
         aside = set_aside(config.out)
         if aside:
             say(f"the run that was in {config.out} is in {aside} now")
         os.makedirs(config.out, exist_ok=True)
-        with open(f"{config.out}/config.json", "w") as file:
-            json.dump(dataclasses.asdict(config) | versions(), file, indent=1)
-        open(f"{config.out}/metrics.jsonl", "w").close()
-    pool.load(pick_tasks(games, config, 0)[rank()::world()])
-    return lm
+    write_file(f"{config.out}/config.json", json.dumps(dataclasses.asdict(config) | versions(), indent=1))
+    write_file(f"{config.out}/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_file(path, text):
+    """Beside and renamed, so that a kill leaves the old or the new."""
+    with open(f"{path}.new", "w") as file:
+        file.write(text)
+    os.replace(f"{path}.new", path)
+
+
+def read_lines(path):
+    """The lines of a .jsonl up to the first that is not whole; none where there is no file."""
+    lines = []
+    if os.path.isfile(path):
+        with open(path) as file:
+            for line in file:
+                try:
+                    lines.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
+    return lines
+
+
+def evaluate_before(lm, pool, config):
+    """The evaluation of the start, kept in before.json: a resumed run does not play it again."""
+    path = f"{config.out}/before.json"
+    if config.resume and os.path.isfile(path):
+        with open(path) as file:
+            return {float(t): (records, evaluation.report(records)) for t, records in json.load(file).items()}
+    before = evaluate(lm, pool, config)
+    if rank() == 0:
+        write_file(path, json.dumps({t: records for t, (records, _) in before.items()}))
+    return before
 
 
 def run(config):
@@ -626,26 +874,32 @@ def run(config):
     pool = envs.Pool(config.env, env_options(config), config.workers)
     try:
         lm = prepare(config, pool, say)
+        barrier()
         try:
-            if config.warmup:
+            if config.warmup and not (config.resume and is_whole(f"{config.out}/start")):
                 imitate(lm, pool, config)
-            before = evaluate(lm, pool, config)
+                if rank() == 0:
+                    write_beside(f"{config.out}/start", lm.save)  # the reference of a resumed run
+            before = evaluate_before(lm, pool, config)
             say("before SAPO: success on {} held-out games ".format(before[config.eval_temperature][1]["n"])
                 + ", ".join(f"{r['success']:.1%} at T = {t:g}" for t, (_, r) in sorted(before.items())))
             train(lm, pool, config, Log(lm, config))
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
-            if rank() == 0:
-                save_folder(lm, f"{config.out}/checkpoint")
-            raise SystemExit(f"\ninterrupted; the model is in {config.out}/checkpoint") from None
+            raise SystemExit(f"\ninterrupted; --resume --out {config.out} goes on from the last checkpoint") from None
         after = evaluate(lm, pool, config) if config.iterations else before
         if rank() == 0:
-            save_folder(lm, f"{config.out}/final")
+            write_beside(f"{config.out}/final", lm.save)
             say(write_evaluation(before, after, config))
             if config.iterations:
                 evaluation.plot([config.out], f"{config.out}/curves.png")
             say(f"wrote {config.out}: final/ eval.json metrics.jsonl transcripts/" + (" curves.png" if config.iterations else ""))
     finally:
         pool.close()
+
+
+def barrier():
+    if world() > 1:
+        dist.barrier()
 
 
 def main():
@@ -661,6 +915,9 @@ def main():
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         run(config)
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"train.py: out of memory. In an update: lower --tokens_per_micro_batch, or add --checkpointing; in a rollout: lower --rows or "
+                 f"--max_context; anywhere: --moments bfloat16, or --shard on several ranks ({str(error).splitlines()[0]})")
     except (ValueError, OSError, ImportError, envs.GameError) as error:
         sys.exit(f"train.py: {error}")
     finally:
