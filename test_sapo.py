@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
@@ -1389,7 +1390,188 @@ def test_two_ranks_train_as_one_does(tmp_path):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
 
 
+# ------------------------------------------------------------------------------------------------- learner and survival
+
+
+def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path, monkeypatch):
+    found = []
+    for chunk in (10 ** 6, 7):
+        monkeypatch.setattr(type(load("tiny", words=envs.words())), "chunk", chunk)
+        config, lm, turns, batches = prepared(tmp_path, "--mini_batch", "1000", "--tokens_per_micro_batch", "100000")
+        rows, logits = [], lm.logits
+        lm.logits = lambda hidden: (rows.append(len(hidden)), logits(hidden))[1]
+        train.update(lm, NoStep(lm), batches[0], config)
+        found.append((max(rows), gradient(lm)))
+    assert found[1][0] == 7 < found[0][0]
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-6, rtol=1e-5)
+
+
+def test_recomputed_activations_change_no_gradient(tmp_path):
+    found = []
+    for flags in ((), ("--checkpointing",)):
+        config, lm, turns, batches = prepared(tmp_path, *flags)
+        if flags:
+            lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        train.update(lm, NoStep(lm), batches[0], config)
+        found.append(gradient(lm))
+        assert not lm.model.training
+    torch.testing.assert_close(*found, atol=1e-7, rtol=1e-5)
+
+
+def test_the_samplers_own_statistics_are_those_of_the_pass(tmp_path):
+    for context in ("window", "full"):
+        config, lm, turns, batches = prepared(tmp_path, "--context", context)
+        chunks = [c for b in batches for c in b]
+        recomputed = [c.old for c in chunks]
+        assert 0 < train.evaluate_old(lm, chunks, "rollout") < 1e-4
+        for c, old in zip(chunks, recomputed):
+            for ours, theirs in zip(c.old, old):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+            assert (c.old[0][~c.batch.mask] == 0).all()
+
+
+def steps_of(optimizer, p, gradients):
+    for g in gradients:
+        p.grad = g.to(p.dtype)
+        optimizer.step()
+    return p.detach().clone()
+
+
+def test_adamw_is_adamw():
+    torch.manual_seed(0)
+    start, gradients = torch.randn(50), [torch.randn(50) * 10 ** torch.randn(50) for _ in range(20)]
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    a = steps_of(train.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
+    b = steps_of(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1), theirs, gradients)
+    torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
+    torch.manual_seed(0)
+    start, gradients = torch.randn(2000).bfloat16(), [torch.randn(2000) + 1 for _ in range(300)]
+    alone, ours = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    assert (steps_of(torch.optim.AdamW([alone], lr=1e-6, weight_decay=0), alone, gradients) == start)[start.abs() > 0.05].all()
+    optimizer = train.AdamW([ours], lr=1e-6, weight_decay=0, moments=moments)
+    steps_of(optimizer, ours, gradients)
+    state, exact = optimizer.state[ours], torch.nn.Parameter(start.float())
+    steps_of(torch.optim.AdamW([exact], lr=1e-6, weight_decay=0), exact, [g.bfloat16().float() for g in gradients])
+    assert state["m"].dtype == moments and torch.equal(ours, state["master"].bfloat16())
+    moved, wanted = state["master"] - start.float(), exact.detach() - start.float()
+    if moments == torch.float32:
+        torch.testing.assert_close(moved, wanted, atol=1e-7, rtol=1e-3)
+    else:  # rounded at random: right on average, where rounding to the nearest would stop v far from its value
+        assert moved.mean().item() == pytest.approx(wanted.mean().item(), rel=0.01) and ((moved - wanted).norm() / wanted.norm()) < 0.05
+    assert wanted.abs().mean() > 1e-4
+
+
+SMALL = ["--tasks", "4", "--iterations", "4", "--horizon", "4", "--eval_games", "2", "--mini_batch", "8"]
+
+
+def outcome(folder):
+    """What a run ended with: weights and metrics, without the seconds."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((folder / "eval.json").read_text())
+    return (folder / "final" / "model.safetensors").read_bytes(), [{k: v for k, v in line.items() if not k.startswith("time_")} for line in lines], result
+
+
+def launch(*flags, ranks=1):
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen([*start, "train.py", *map(str, flags)], cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("ranks, flags", [(1, []), (1, ["--context", "full", "--old", "rollout", "--epochs", "2"]), (2, ["--shard"])])
+def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, ranks, flags):
+    whole = launch(*SMALL, *flags, "--out", tmp_path / "whole", ranks=ranks)
+    assert whole.wait(timeout=300) == 0, whole.stdout.read()
+    rng, metrics = random.Random(ranks), tmp_path / "killed" / "metrics.jsonl"
+    for lines in (0, 1, 3):  # killed after so many iterations, somewhere in the next
+        run = launch(*SMALL, *flags, "--out", tmp_path / "killed", *["--resume"] * (lines > 0), ranks=ranks)
+        while run.poll() is None and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= lines):
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    last = launch("--resume", "--out", tmp_path / "killed", ranks=ranks)
+    assert last.wait(timeout=300) == 0, last.stdout.read()
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+
+
+def test_at_every_moment_of_writing_a_whole_folder_can_be_found(tmp_path, monkeypatch):
+    """A kill is played by an error at the n-th touch of the disk; what is found afterwards is the old content or the new, never neither."""
+    class Kill(BaseException):
+        pass
+
+    def fill(text):
+        return lambda folder: [open(os.path.join(folder, name), "w").write(text) for name in "ab"]
+
+    path, said = str(tmp_path / "checkpoint"), []
+    for n in range(1, 40):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        train.write_beside(path, fill("old"))
+        left = [n]
+
+        def mortal(call):
+            def touch(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Kill
+                return call(*args, **kwargs)
+            return touch
+
+        with monkeypatch.context() as patch:
+            for where, name in ((os, "rename"), (os, "makedirs"), (shutil, "rmtree"), (os.path, "getsize"), (json, "dump")):
+                patch.setattr(where, name, mortal(getattr(where, name)))
+            try:
+                train.write_beside(path, fill("new"))
+            except Kill:
+                pass
+        assert train.newest_whole(path, said.append) and {open(f"{path}/{name}").read() for name in "ab"} in ({"old"}, {"new"})
+        assert os.listdir(tmp_path) == ["checkpoint"]
+        train.write_beside(path, fill("newer"))
+        assert train.is_whole(path) and open(f"{path}/a").read() == "newer"
+    assert left[0] > 0 and any("torn" in s for s in said)
+    with open(f"{path}/b", "w"):
+        pass  # shortened
+    assert not train.newest_whole(path, said.append)
+
+
+def test_what_must_not_be_interrupted_is_not():
+    seen = []
+    with pytest.raises(KeyboardInterrupt):
+        with train.uninterrupted():
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append("done")
+    assert seen == ["done"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        with train.uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            seen.append("not reached")
+    assert seen == ["done"]
+
+
+def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
+    run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--lr", 1e-4, "--out", tmp_path / "run")
+    with pytest.raises(SystemExit, match="--lr is 0.0001 there"):
+        run_main(train, monkeypatch, "--resume", "--out", tmp_path / "run", "--lr", 2e-4)
+    run_main(train, monkeypatch, "--resume", "--out", tmp_path / "run", "--iterations", 2)
+    lines = [json.loads(line)["iteration"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [0, 1] and json.loads((tmp_path / "run" / "config.json").read_text())["lr"] == 1e-4
+    run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--out", tmp_path / "new", "--resume")  # nothing there: from the beginning
+    assert (tmp_path / "new" / "final").is_dir()
+
+
+def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "normalize_advantages", lambda adv, **_: adv * NAN)
+    with pytest.raises(SystemExit, match="five steps in a row"):
+        run_main(train, monkeypatch, *SMALL, "--mini_batch", 3, "--out", tmp_path / "run")
+
+
 @pytest.mark.parametrize("argv, complaint", [
+    (["--shard"], "torchrun"), (["--old", "never"], "known: recompute, rollout"), (["--dtype", "int8"], "known: float32, bfloat16"),
     (["--env", "hose"], "known: house, alfworld"), (["--tasks", "0"], "--tasks must be at least 1"), (["--horizon", "0"], "--horizon must be at least 1"),
     (["--model", "no-such-model"], "begins with none of"), (["--model", "nobody/nothing"], "cannot load model"), (["--engine", "vllm"], "known: kv, hf"), (["--context", "half"], "known: window, full"),
     (["--env", "alfworld", "--data", "nowhere"], "alfworld-download"), (["--places", "2"], "places must be at least 5"),
