@@ -111,6 +111,7 @@ class ActorCritic:
     stop_ids: tuple
     tau_v: float = 1.0
     r_max: float = 10.0
+    compile: bool = False  # torch.compile for scoring
 
     @property
     def device(self):
@@ -119,6 +120,16 @@ class ActorCritic:
     @functools.cached_property
     def value_index(self):  # value_ids where the model is: a list would be copied there again and again
         return torch.tensor(self.value_ids, device=self.device)
+
+    @functools.cached_property
+    def scoring_body(self):
+        return torch.compile(self.model.base_model, dynamic=True) if self.compile else self.model.base_model
+
+    @property
+    def sizes(self):
+        """Parameters of the body, and of the head: what a token costs, twice for a multiplication and an addition."""
+        head, every = self.model.get_output_embeddings().weight.numel(), sum(p.numel() for p in self.model.parameters())
+        return every - head * (1 if self.model.config.tie_word_embeddings else 2), head
 
     @property
     def chunk(self):  # positions whose logits exist at a time: about 256 MiB of float32
@@ -155,7 +166,7 @@ class ActorCritic:
 
         Logits are made of response positions alone, a chunk of them at a time, and made again in the backward pass: never is
         there more than a chunk of them, however large the batch."""
-        hidden = self.body(batch.ids, use_cache=False)
+        hidden = self.scoring_body(input_ids=batch.ids, use_cache=False).last_hidden_state
         b, t = batch.mask.nonzero(as_tuple=True)  # (M,): each response token is predicted by the position before it
         chunks = list(zip(hidden[b, t - 1].split(self.chunk), batch.ids[b, t].split(self.chunk)))
         again = len(chunks) > 1 and torch.is_grad_enabled()

@@ -649,10 +649,7 @@ def limits(device):
 def least_time(lm, sampler, prompts, said, bandwidth, peak):
     """Seconds a GPU needs at least: for the prefill (all its operations), and for sampler.steps decoding steps (every weight read
     in each, and every key and value a token looks at)."""
-    weights = sum(p.numel() for p in lm.model.parameters())
-    head = lm.model.get_output_embeddings().weight.numel()
-    body = weights - head if lm.model.config.tie_word_embeddings else weights - 2 * head
-    config, layers = lm.model.config, sampler.rows.cache
+    (body, head), config, layers = lm.sizes, lm.model.config, sampler.rows.cache
     width = config.num_attention_heads * layers.keys[0].shape[3]
     kv_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in layers.keys + layers.values)
     seen = sum(len(p) + i for p, r in zip(prompts, said) for i in range(1, len(r.ids) + 1))

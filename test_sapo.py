@@ -992,7 +992,15 @@ def same_tokens_and_values(one, other):
 def test_the_compiled_step_samples_the_same_tokens():
     lm = random_model("qwen2", 1, layers=1)
     for context in ("window", "full"):
-        same_tokens_and_values(*(play(lm, "kv", context, 1.0, sampler_options={"compile": c})[0] for c in (False, True)))
+        turns = [play(lm, "kv", context, 1.0, sampler_options={"compile": c})[0] for c in (False, True)]
+        same_tokens_and_values(*turns)
+    batch, scores = make_batch(make_samples(turns[0], "window")), []
+    for compile in (False, True):
+        scores.append(dataclasses.replace(lm, compile=compile).score(batch))
+        lm.model.zero_grad()
+        sum(x.sum() for x in scores[-1]).backward()
+        scores[-1] += gradient(lm),
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -1481,7 +1489,7 @@ def launch(*flags, ranks=1):
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.parametrize("ranks, flags", [(1, []), (1, ["--context", "full", "--old", "rollout", "--epochs", "2"]), (2, ["--shard"])])
+@pytest.mark.parametrize("ranks, flags", [(1, []), (2, ["--shard", "--context", "full", "--old", "rollout", "--epochs", "2"])])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, ranks, flags):
     whole = launch(*SMALL, *flags, "--out", tmp_path / "whole", ranks=ranks)
     assert whole.wait(timeout=300) == 0, whole.stdout.read()
@@ -1536,6 +1544,70 @@ def test_at_every_moment_of_writing_a_whole_folder_can_be_found(tmp_path, monkey
     with open(f"{path}/b", "w"):
         pass  # shortened
     assert not train.newest_whole(path, said.append)
+
+
+RANKS = """
+import dataclasses, sys, torch, torch.distributed as dist
+import test_sapo as t, train
+rank, size, uneven, context = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4], sys.argv[5]
+dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
+lm = t.random_model("qwen2", 1)
+games = t.GAMES[:5]
+share = [[0, 1, 2, 3, 4], [], []][rank] if uneven == "nobody" else range(rank, 5, size)
+config = train.parse_config(["--mini_batch", "1000", "--tokens_per_micro_batch", "300", "--context", context, "--c_inv", "0.5"])
+turns = t.rollout(t.Sampler(lm, "kv", context, 9), [games[i] for i in share], t.Pool("house", {"horizon": 6}), seed=(3,), trajs=share) if share else []
+for x in turns:
+    x.reward, x.invalid = 10.0 * (x.done and x.traj % 2), x.turn % 3 == 0
+batches = train.mini_batches(turns, config, 0)
+chunks = [c for b in batches for c in b]
+train.evaluate_old(lm, chunks)
+for c in chunks:
+    c.old = c.old[0] + 0.3 * c.batch.mask, c.old[1] + 0.1, c.old[2] - 0.1
+    c.logp_ref = c.old[0] - 0.1 * c.batch.mask
+train.set_targets(chunks, config, "cpu")
+info = train.update(lm, t.NoStep(lm), batches[0], config)
+if rank == 0:
+    torch.save((t.gradient(lm), info), sys.argv[6])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_any_number_of_ranks_has_the_gradient_of_one(tmp_path, context):
+    """Unequal shares; and all turns on one rank, none on the others."""
+    results = []
+    for size, uneven in ((1, "even"), (2, "even"), (3, "even"), (3, "nobody")):
+        out, meet = tmp_path / f"{size}{uneven}", tmp_path / f"meet{size}{uneven}"
+        ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(r), str(size), str(meet), uneven, context, str(out)], cwd=HERE,
+                                  env=os.environ | {"OMP_NUM_THREADS": "1"}) for r in range(size)]
+        assert [r.wait(timeout=200) for r in ranks] == [0] * size
+        results.append(torch.load(out))
+    for gradients, info in results[1:]:
+        assert (gradients - results[0][0]).norm() < 1e-5 * results[0][0].norm()
+        assert info == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
+
+
+def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, monkeypatch):
+    config = small_config(tmp_path, "--model", "Qwen2.5-7B", "--dtype", "bfloat16", "--moments", "bfloat16", "--checkpointing")
+    needed = train.memory_needed(config, model_module.architecture("Qwen2.5-7B"))
+    assert sum(needed[k] for k in ("weights", "gradients", "master weights", "moments")) / 1e9 == pytest.approx(91, abs=1)  # as published for H200
+    assert needed["reference"] / 1e9 == pytest.approx(15, abs=0.5) and needed["activations of a micro-batch"] / 1e9 < 10
+    lm = random_model("qwen2", 1)
+    needed = train.memory_needed(small_config(tmp_path), lm.model.config)
+    real = sum(p.numel() * p.element_size() for p in lm.model.parameters())
+    assert needed["weights"] == needed["gradients"] == needed["reference"] == real and needed["moments"] == 2 * real and not needed["master weights"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=80e9))
+    with pytest.raises(ValueError, match="needs 1.. GB and the GPU has 80"):
+        train.check_memory(config, print)
+
+
+def test_the_bench_prints_the_runtime_table(monkeypatch, capsys):
+    for context in ("window", "full"):
+        run_main(train, monkeypatch, "--bench", "--tasks", 3, "--turns", 2, "--prompt", 20, "--response", 5, "--repeats", 1, "--context", context)
+        said = capsys.readouterr().out
+        assert all(re.search(rf"^{name} +[\d.]+ s", said, re.M) for name in ("rollout", "old", "ref", "update", "total")) and "times as fast" in said
 
 
 def test_what_must_not_be_interrupted_is_not():

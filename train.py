@@ -3,6 +3,8 @@
     python train.py                                                        a tiny model, an embedded house, minutes on a laptop
     python train.py --env alfworld --model Qwen2.5-1.5B-Instruct           the paper's setting, on one GPU
     torchrun --nproc_per_node=2 train.py ...                               tasks are split over the ranks
+    python train.py --resume --out RUN                                     goes on after a kill
+    python train.py --bench --model Qwen2.5-1.5B                           the time of an iteration, with random weights
 
 `Config` is every setting, with the paper's symbol; every field is a flag. `train` is the loop. What is said over a batch
 (advantage statistics, loss denominators, gradients, metrics) is global over the ranks: one or many compute the same.
@@ -22,6 +24,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -32,13 +35,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 import envs
 import eval as evaluation
-from model import Batch, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
-from rollout import Sampler, make_samples, next_prompt, rollout
+from model import Batch, architecture, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
+from rollout import Sampler, Turn, limits, make_samples, next_prompt, rollout
 from sapo import explained_variance, normalize_advantages, sapo_loss, turn_targets
 
 
@@ -56,7 +61,7 @@ class Config:
     context: str = "window"  # window: each turn its own prompt; full: the conversation grows
     engine: str = "kv"  # kv: our own sampler; hf: generate
     rows: int = None  # games decoded side by side; default all of an iteration's
-    compile: bool = False  # torch.compile for kv's decoding step
+    compile: bool = False  # torch.compile for kv's decoding step and for scoring
     dtype: str = None  # float32 or bfloat16 (with float32 master weights); default bfloat16 on a GPU, float32 elsewhere
     history: int = 2  # turns shown in a window prompt
     horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld
@@ -796,6 +801,7 @@ def prepare(config, pool, say):
         for folder in ("start", "checkpoint"):
             newest_whole(f"{config.out}/{folder}", say)
     barrier()
+    check_memory(config, say)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     imitated = f"{config.out}/start"
     name = imitated if config.resume and is_whole(imitated) else START if ready_made else config.model
@@ -807,6 +813,7 @@ def prepare(config, pool, say):
     mean, spread, saturated = readout_at_start(lm, first_prompts(lm, pool, games[:4]))
     say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, "
         f"{saturated:.0%} saturated")
+    lm.compile = config.compile
     if config.checkpointing:
         if any(m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)) or getattr(lm.model.config, "attention_dropout", 0):
             raise ValueError("--checkpointing: this model has dropout, which would act in training mode")
@@ -902,11 +909,162 @@ def barrier():
         dist.barrier()
 
 
+# ------------------------------------------------------------------------------------------------------ memory and speed
+
+
+def memory_needed(config, arch):
+    """{what: bytes on one rank} of the largest things a run holds, from the architecture alone."""
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(arch).parameters())
+    size, share = 2 if config.dtype == "bfloat16" else 4, int(os.environ.get("WORLD_SIZE", 1)) if config.shard else 1
+    heads = getattr(arch, "num_key_value_heads", None) or arch.num_attention_heads
+    kv_token = 2 * arch.num_hidden_layers * heads * (getattr(arch, "head_dim", None) or arch.hidden_size // arch.num_attention_heads) * size
+    longest = config.max_context or (config.max_prompt + config.max_new if config.context == "window" else arch.max_position_embeddings)
+    layer = size * (8 * arch.hidden_size + 4 * arch.intermediate_size) + 16 * arch.hidden_size  # kept for the backward pass, a token
+    kept = layer + arch.num_hidden_layers * arch.hidden_size * size if config.checkpointing else layer * arch.num_hidden_layers
+    return {"weights": weights * size, "gradients": weights * size, "master weights": weights * 4 // share * (size == 2),
+            "moments": weights * 2 * (2 if config.moments == "bfloat16" else 4) // share, "reference": weights * size * bool(config.beta),
+            "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
+            "keys and values, at most": kv_token * longest * (config.rows or -(-config.tasks // int(os.environ.get("WORLD_SIZE", 1))))}
+
+
+def check_memory(config, say):
+    """Prints what a run needs before anything is loaded; ValueError where the GPU cannot hold what it needs in any case."""
+    if config.model == "tiny":
+        return
+    needed = memory_needed(config, architecture(config.model))
+    surely = sum(n for what, n in needed.items() if what != "keys and values, at most")
+    say(f"memory, computed: {surely / 1e9:.1f} GB (" + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items()) + ")")
+    if torch.cuda.is_available() and surely > torch.cuda.get_device_properties(0).total_memory:
+        raise ValueError(f"this run needs {surely / 1e9:.0f} GB and the GPU has {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f}: lower "
+                         "--tokens_per_micro_batch, add --checkpointing or --moments bfloat16, or --shard over several ranks")
+
+
+def replay(sampler, config, turns, prompt, response):
+    """A rollout without games: every trajectory asks `turns` times, with random prompts of about `prompt` tokens (in `full`, a fifth of
+    that after the first)."""
+    rng, lm, window = np.random.default_rng(config.seed), sampler.lm, config.context == "window"
+    usable, read, asked, said = min(lm.model.config.vocab_size, *lm.value_ids), {traj: [] for traj in range(config.tasks)}, {}, []
+
+    def ask(traj):
+        n = rng.integers(prompt // 2, prompt * 3 // 2 + 1) if window or not read[traj] else max(1, prompt // 5)
+        asked[traj] = rng.integers(5, usable, n).tolist()
+        sampler.add(traj, asked[traj] if window else read[traj] + asked[traj], rng.random(config.max_new, dtype=np.float32))
+
+    for traj in read:
+        ask(traj)
+    count = dict.fromkeys(read, 0)
+    while sampler.busy:
+        for traj, r in sampler.run():
+            count[traj] += 1
+            done = count[traj] == turns
+            said.append(Turn(traj=traj, turn=count[traj] - 1, prompt_ids=asked[traj], action_ids=r.ids, logp=r.logp, v=r.v, q=r.q, done=done,
+                             reward=10.0 * (done and traj % 2), truncated=False, invalid=False, admissible=True, won=False, score=0.0, task="",
+                             category="", prompt="", text="", action=""))
+            read[traj] = read[traj] + asked[traj] + r.ids
+            if not done:
+                ask(traj)
+    sampler.forget()
+    return sorted(said, key=lambda t: (t.traj, t.turn))
+
+
+def bench(argv):
+    """The paper's runtime table on trajectories of given sizes, with random weights; and two comparisons of the update."""
+    parser = argparse.ArgumentParser(description="--bench: the runtime of an iteration. Further flags are train.py's: --model, --tasks, --dtype ...",
+                                     allow_abbrev=False)
+    for name, default, text in (("turns", 50, "turns of a trajectory"), ("prompt", 500, "mean length of a prompt in tokens"),
+                                ("response", 100, "mean length of a response in tokens"), ("repeats", 3, "iterations; medians are printed")):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
+    size, rest = parser.parse_known_args(argv)
+    config = parse_config([*rest, "--max_new", str(4 * size.response)])
+    check_memory(config, print)
+    lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed, words=envs.words(), random_weights=config.model != "tiny")
+    lm.compile, reference = config.compile, dataclasses.replace(lm, model=copy.deepcopy(lm.model), compile=config.compile)
+    if config.checkpointing:
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+    vocabulary = np.random.default_rng(0).permutation(min(lm.model.config.vocab_size, *lm.value_ids) - 5) + 5
+    talker = dataclasses.replace(lm, stop_ids=tuple(int(i) for i in vocabulary[:len(vocabulary) // size.response]))  # one word in so many ends it
+    sampler, optimizer, laps, cuda = sampler_for(talker, config), optimizer_for(lm, config), [], torch.cuda.is_available()
+    for n in range(size.repeats + 1):
+        clock = Clock(envs.Pool("house"))
+        turns = replay(sampler, config, size.turns, size.prompt, size.response)
+        clock.lap("rollout")
+        batches = mini_batches(turns, config, n)
+        chunks = [c for b in batches for c in b]
+        evaluate_old(lm, chunks, config.old)
+        clock.lap("old")
+        evaluate_reference(reference, chunks)
+        clock.lap("ref")
+        set_targets(chunks, config, lm.device)
+        for step, minibatch in enumerate(batches):
+            set_lr(optimizer, config, 0, step)
+            update(lm, optimizer, minibatch, config)
+        clock.lap("update")
+        laps.append(clock.total())
+    real, scored, processed = (sum(f(c.batch) for c in chunks) for f in (lambda b: b.length.sum().item(), lambda b: b.mask.sum().item(), lambda b: b.ids.numel()))
+    squares = sum((c.batch.length.double() ** 2).sum().item() for c in chunks)
+    print(f"{config.model}, {config.dtype}, {config.context}: {config.tasks} trajectories of {size.turns} turns, {real} tokens of which {scored} sampled; "
+          f"real / processed tokens {real / processed:.3f}; medians of {size.repeats}")
+    peak = limits(lm.device)[1] if cuda else None
+    for name, passes in (("rollout", 0), ("old", 1), ("ref", 1), ("update", 3)):
+        seconds = float(np.median([lap[f"time_{name}"] for lap in laps[1:]]))
+        mfu = f", MFU {passes * operations(lm, real, scored, squares) / seconds / peak:.1%}" if cuda and passes else ""
+        print(f"{name:8}{seconds:9.2f} s{real / seconds:12.0f} tokens/s{mfu}")
+    used = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"total   {np.median([lap['time_total'] for lap in laps[1:]]):9.2f} s   peak memory {used / 1e9:.2f} GB")
+    compare_updates(lm, turns, config)
+
+
+def operations(lm, tokens, scored, squares):
+    """Of one forward pass: `tokens` through the body, `scored` through the head, attention over lengths whose squares sum to `squares`."""
+    body, head = lm.sizes
+    return 2 * body * tokens + 2 * head * scored + 2 * lm.model.config.num_hidden_layers * lm.model.config.hidden_size * squares
+
+
+def compare_updates(lm, turns, config):
+    """Forward and backward: response positions in chunks beside all logits; sorted, budgeted micro-batches beside batches padded alike."""
+    samples = make_samples(turns, config.context)[:256]
+    longest = max(len(s[0]) for s in samples)
+    some = make_batch(samples[:max(1, min(len(samples), config.tokens_per_micro_batch // longest))]).to(lm.device)
+
+    def chunked(batch):
+        return lm.score(batch)[0].sum()
+
+    def all_logits(batch):
+        b, t = batch.mask.nonzero(as_tuple=True)
+        logp = restricted_log_softmax(lm.model(input_ids=batch.ids, use_cache=False).logits.float(), lm.value_index)
+        return logp[b, t - 1].gather(1, batch.ids[b, t][:, None]).sum()
+
+    def seconds(batches, score):
+        lm.model.zero_grad()
+        began = time.perf_counter()
+        total = 0.0
+        for batch in batches:
+            loss = score(batch)
+            loss.backward()
+            total += loss.item()
+        return time.perf_counter() - began, total
+
+    tidy = [make_batch(group).to(lm.device) for group in micro_batches(samples, config.tokens_per_micro_batch)]
+    alike, each = [], max(1, config.tokens_per_micro_batch // longest)
+    for i in range(0, len(samples), each):
+        batch = make_batch(samples[i:i + each]).to(lm.device)
+        wide = longest - batch.ids.shape[1]
+        alike.append(dataclasses.replace(batch, ids=F.pad(batch.ids, (0, wide)), owner=F.pad(batch.owner, (0, wide), value=-1)))
+    for what, ways in (("response positions in chunks, against all logits", ([some], all_logits, [some], chunked)),
+                       ("sorted micro-batches by tokens, against padding alike", (alike, chunked, tidy, chunked))):
+        times = [(seconds(*ways[:2]), seconds(*ways[2:])) for _ in range(4)][1:]
+        ratio = np.median([a[0] / b[0] for a, b in times])
+        print(f"{what}: {ratio:.2f} times as fast; summed log-prob {times[0][0][1]:.4f} and {times[0][1][1]:.4f}")
+
+
 def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if "--bench" in sys.argv:
+            return bench([a for a in sys.argv[1:] if a != "--bench"])
         config = parse_config()
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             if torch.cuda.is_available():
