@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -39,6 +40,29 @@ from rollout import Sampler, choose, make_samples, rollout
 from sapo import kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets, value_loss
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+
+# Processes beside this one are forked from a server that has imported everything already.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["test_sapo"])
+
+
+def one_rank(rank, size, meet, work, args):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+    work(rank, *args)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter, and abort
+
+
+def on_ranks(work, size, meet, *args):
+    """work(rank, *args) in `size` processes that know each other."""
+    ranks = [SERVER.Process(target=one_rank, args=(rank, size, meet, work, args)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(200)
+    assert [rank.exitcode for rank in ranks] == [0] * size
+
 
 # ---------------------------------------------------------------------------------------------------- the algorithm
 # References, *_by_loop, are plain Python floats written from the paper; they share nothing with the code under test.
@@ -182,26 +206,16 @@ def test_advantages_without_spread_are_zero():
     assert torch.equal(normalize_advantages(torch.tensor([NAN, INF, 1]), valid=torch.zeros(3, dtype=torch.bool)), torch.zeros(3))
 
 
-NORMALIZE_SHARES = """
-import sys, torch, torch.distributed as dist
-from sapo import normalize_advantages
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-for seed, (first, second) in enumerate([(5, 9), (6, 0), (0, 6), (1, 1), (0, 0)]):
-    torch.manual_seed(seed)
-    n = first + second
-    parts = 4 * torch.randn(n, dtype=torch.float64) + 2, torch.rand(n) < 0.3, torch.rand(n) < 0.7
-    share = slice(first) if rank == 0 else slice(first, None)
-    run = lambda where, group: normalize_advantages(parts[0][where], invalid=parts[1][where], c_inv=0.7, valid=parts[2][where], group=group)
-    torch.testing.assert_close(run(share, dist.group.WORLD), run(slice(None), None)[share], atol=1e-10, rtol=0)
-dist.barrier()
-dist.destroy_process_group()  # or gloo's threads may outlive the interpreter, and abort
-"""
+def normalize_shares(rank):
+    for seed, (first, second) in enumerate([(5, 9), (6, 0), (0, 6), (1, 1), (0, 0)]):
+        adv, invalid, some = random_advantages(seed, first + second)
+        share = slice(first) if rank == 0 else slice(first, None)
+        run = lambda where, group: normalize_advantages(adv[where], invalid=invalid[where], c_inv=0.7, valid=some[where], group=group)
+        close(run(share, torch.distributed.group.WORLD), run(slice(None), None)[share])
 
 
 def test_two_ranks_normalise_together_as_one_process_does(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, "-c", NORMALIZE_SHARES, str(r), str(tmp_path / "rendezvous")], cwd=HERE) for r in range(2)]
-    assert [r.wait(timeout=120) for r in ranks] == [0, 0]
+    on_ranks(normalize_shares, 2, tmp_path / "meet")
 
 
 # Eq. 8-12
@@ -1483,26 +1497,62 @@ def outcome(folder):
     return (folder / "final" / "model.safetensors").read_bytes(), [{k: v for k, v in line.items() if not k.startswith("time_")} for line in lines], result
 
 
-def launch(*flags, ranks=1):
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return subprocess.Popen([*start, "train.py", *map(str, flags)], cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+class Alone:
+    """train.py in a process of its own."""
+
+    def __init__(self, *flags):
+        self.process = SERVER.Process(target=self.main, args=(["train.py", *map(str, flags)],))
+        self.process.start()
+
+    @staticmethod
+    def main(argv):
+        torch.set_num_threads(1)
+        sys.argv, sys.stdout, sys.stderr = argv, open(os.devnull, "w"), open(os.devnull, "w")
+        train.main()
+
+    def running(self):
+        return self.process.is_alive()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+    def finish(self):
+        self.process.join(300)
+        assert self.process.exitcode == 0
 
 
-@pytest.mark.parametrize("ranks, flags", [(1, []), (2, ["--shard", "--context", "full", "--old", "rollout", "--epochs", "2"])])
-def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, ranks, flags):
-    whole = launch(*SMALL, *flags, "--out", tmp_path / "whole", ranks=ranks)
-    assert whole.wait(timeout=300) == 0, whole.stdout.read()
-    rng, metrics = random.Random(ranks), tmp_path / "killed" / "metrics.jsonl"
-    for lines in (0, 1, 3):  # killed after so many iterations, somewhere in the next
-        run = launch(*SMALL, *flags, "--out", tmp_path / "killed", *["--resume"] * (lines > 0), ranks=ranks)
-        while run.poll() is None and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= lines):
+class UnderTorchrun:
+    """Two ranks of train.py."""
+
+    def __init__(self, *flags):
+        self.process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *map(str, flags)],
+                                        cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True)
+
+    def running(self):
+        return self.process.poll() is None
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def finish(self):
+        said = self.process.communicate(timeout=300)[0]
+        assert self.process.returncode == 0, said
+
+
+@pytest.mark.parametrize("run, kills, flags", [(Alone, (0, 1, 1, 2, 3), []), (UnderTorchrun, (2,), "--shard --context full --old rollout --epochs 2".split())])
+def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, run, kills, flags):
+    run(*SMALL, *flags, "--out", tmp_path / "whole").finish()
+    rng, metrics = random.Random(len(kills)), tmp_path / "killed" / "metrics.jsonl"
+    for n, lines in enumerate(kills):  # killed after so many iterations, somewhere in the next
+        victim = run(*SMALL, *flags, "--out", tmp_path / "killed", *["--resume"] * (n > 0))
+        while victim.running() and not (metrics.is_file() and len(metrics.read_text().splitlines()) >= lines):
             time.sleep(0.01)
         time.sleep(rng.random() * 0.3)
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-    last = launch("--resume", "--out", tmp_path / "killed", ranks=ranks)
-    assert last.wait(timeout=300) == 0, last.stdout.read()
+        victim.kill()
+    run("--resume", "--out", tmp_path / "killed").finish()
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
 
@@ -1546,42 +1596,30 @@ def test_at_every_moment_of_writing_a_whole_folder_can_be_found(tmp_path, monkey
     assert not train.newest_whole(path, said.append)
 
 
-RANKS = """
-import dataclasses, sys, torch, torch.distributed as dist
-import test_sapo as t, train
-rank, size, uneven, context = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4], sys.argv[5]
-dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
-lm = t.random_model("qwen2", 1)
-games = t.GAMES[:5]
-share = [[0, 1, 2, 3, 4], [], []][rank] if uneven == "nobody" else range(rank, 5, size)
-config = train.parse_config(["--mini_batch", "1000", "--tokens_per_micro_batch", "300", "--context", context, "--c_inv", "0.5"])
-turns = t.rollout(t.Sampler(lm, "kv", context, 9), [games[i] for i in share], t.Pool("house", {"horizon": 6}), seed=(3,), trajs=share) if share else []
-for x in turns:
-    x.reward, x.invalid = 10.0 * (x.done and x.traj % 2), x.turn % 3 == 0
-batches = train.mini_batches(turns, config, 0)
-chunks = [c for b in batches for c in b]
-train.evaluate_old(lm, chunks)
-for c in chunks:
-    c.old = c.old[0] + 0.3 * c.batch.mask, c.old[1] + 0.1, c.old[2] - 0.1
-    c.logp_ref = c.old[0] - 0.1 * c.batch.mask
-train.set_targets(chunks, config, "cpu")
-info = train.update(lm, t.NoStep(lm), batches[0], config)
-if rank == 0:
-    torch.save((t.gradient(lm), info), sys.argv[6])
-dist.barrier()
-dist.destroy_process_group()
-"""
+def update_of_a_rank(rank, size, uneven, context, out):
+    lm, share = random_model("qwen2", 1), range(rank, 5, size) if not uneven else range(5) if rank == 0 else []
+    config = train.parse_config(["--mini_batch", "1000", "--tokens_per_micro_batch", "300", "--context", context, "--c_inv", "0.5"])
+    turns = play(lm, "kv", context, 1.0, games=[GAMES[i] for i in share], trajs=share)[0] if share else []
+    for t in turns:
+        t.reward, t.invalid = 10.0 * (t.done and t.traj % 2), t.turn % 3 == 0
+    batch, = train.mini_batches(turns, config, 0)
+    train.evaluate_old(lm, batch)
+    for c in batch:  # off-policy, or nothing would be clipped
+        c.old = c.old[0] + 0.3 * c.batch.mask, c.old[1] + 0.1, c.old[2] - 0.1
+        c.logp_ref = c.old[0] - 0.1 * c.batch.mask
+    train.set_targets(batch, config, lm.device)
+    info = train.update(lm, NoStep(lm), batch, config)
+    if rank == 0:
+        torch.save((gradient(lm), info), out)
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_any_number_of_ranks_has_the_gradient_of_one(tmp_path, context):
     """Unequal shares; and all turns on one rank, none on the others."""
     results = []
-    for size, uneven in ((1, "even"), (2, "even"), (3, "even"), (3, "nobody")):
-        out, meet = tmp_path / f"{size}{uneven}", tmp_path / f"meet{size}{uneven}"
-        ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(r), str(size), str(meet), uneven, context, str(out)], cwd=HERE,
-                                  env=os.environ | {"OMP_NUM_THREADS": "1"}) for r in range(size)]
-        assert [r.wait(timeout=200) for r in ranks] == [0] * size
+    for size, uneven in ((1, False), (2, False), (3, False), (3, True)):
+        out = tmp_path / f"{size}{uneven}"
+        on_ranks(update_of_a_rank, size, tmp_path / f"meet{size}{uneven}", size, uneven, context, out)
         results.append(torch.load(out))
     for gradients, info in results[1:]:
         assert (gradients - results[0][0]).norm() < 1e-5 * results[0][0].norm()
