@@ -14,6 +14,7 @@ Shapes: N turns, B sequences, T tokens, M response tokens, V vocabulary, D width
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q from one turn
 """
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -272,11 +273,23 @@ QWEN25 = {"0.5B": (896, 4864, 24, 14, 2, 151936, True), "1.5B": (1536, 8960, 28,
           "7B": (3584, 18944, 28, 28, 4, 152064, False)}
 
 
+@contextlib.contextmanager
+def named(name):
+    """Turns the many ways in which a name may turn out to be no model into one ValueError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal language model, nor a hub id that "
+                         f"can be reached ({reason})") from None
+
+
 def architecture(name):
     """The config of a model by name; Qwen2.5's sizes are known without a download."""
     size = re.fullmatch(r"(?:Qwen/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     if os.path.isdir(name) or not size or size[1] not in QWEN25:
-        return AutoConfig.from_pretrained(hub_id(name))
+        with named(name):
+            return AutoConfig.from_pretrained(hub_id(name))
     width, mlp, layers, heads, kv_heads, vocabulary, tied = QWEN25[size[1]]
     return Qwen2Config(hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
                        vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, rms_norm_eps=1e-6,
@@ -293,19 +306,16 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
     if name == "tiny":
         model, tokenizer = tiny(*words, seed=seed)
     else:
-        try:
+        config = architecture(name) if random_weights else None
+        with named(name):
             if random_weights:
                 tokenizer = tiny_tokenizer(*words)
                 with torch.random.fork_rng(), device:
                     torch.manual_seed(seed)
-                    model = AutoModelForCausalLM.from_config(architecture(name), dtype=dtype, attn_implementation="sdpa")
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
             else:
                 tokenizer = load_tokenizer(hub_id(name))
                 model = AutoModelForCausalLM.from_pretrained(hub_id(name), dtype=dtype, attn_implementation="sdpa")
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal language model, nor a hub id that "
-                             f"can be reached ({reason})") from None
         if os.path.isfile(os.path.join(name, "sapo.json")):
             with open(os.path.join(name, "sapo.json")) as file:
                 saved = json.load(file)
