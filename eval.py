@@ -26,12 +26,12 @@ from rollout import Sampler, rollout
 SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
 
 
-def play(sampler, games, pool, *, seed=0, first=0, history=2, max_prompt=2048, max_context=None, title="evaluation", quiet=False):
+def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, max_prompt=2048, max_context=None, title="evaluation", quiet=False):
     """Plays every game once -> a record each: task, category, won, score, turns, and what was said and done. `first` numbers the
     games; a game's random numbers depend on (seed, its number) alone."""
     records = []
     with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
-        turns = rollout(sampler, games, pool, seed=(seed, 0, 5), trajs=range(first, first + len(games)), rows=SIDE_BY_SIDE, history=history,
+        turns = rollout(sampler, games, pool, seed=(seed, 0, 5), trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE, history=history,
                         max_prompt=max_prompt, max_context=max_context, bar=bar)
     for _, mine in itertools.groupby(turns, lambda t: t.traj):
         mine = list(mine)
@@ -156,7 +156,7 @@ def main():
     add("--out", help="the report, NAME.json or a folder for eval.json (default: eval-SPLIT.json in the run, else eval.json); "
         "episodes go to .jsonl beside it")
     add("--seed", type=int, default=0)
-    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("horizon", int, "turns an episode may take"),
+    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("rows", int, "games decoded side by side"), ("horizon", int, "turns an episode may take"),
                              ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
                              ("max_prompt", int, "tokens a window prompt may take"), ("max_context", int, "tokens a conversation may take"),
                              ("places", int, "house: its size"), ("objects", int, "house: its size"), ("workers", int, "processes that play")):
@@ -203,7 +203,7 @@ def evaluate(args):
     records = []
     for n in range(args.repeats):
         records += [{"repeat": n} | r for r in play(
-            sampler, games, pool, seed=args.seed + n, history=setting["history"], max_prompt=setting["max_prompt"],
+            sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
             max_context=setting.get("max_context"), title=f"{env} {split}")]
     pool.close()
     result = report(records) | {"model": args.model, "env": env, "split": split, "temperature": args.temperature, "repeats": args.repeats}

@@ -279,7 +279,7 @@ def named(name):
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal language model, nor a hub id that "
                          f"can be reached ({reason})") from None
 

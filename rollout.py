@@ -330,7 +330,7 @@ class Sampler:
             raise ValueError(f"{refusal}its hidden states differ ({error:.1g} of {scale:.1g})")
         self.is_stop = torch.zeros(len(lm.model.get_output_embeddings().weight), dtype=torch.bool, device=device)
         self.is_stop[list(lm.stop_ids)] = True
-        self.forward_one = torch.compile(self.forward, dynamic=True) if compile else self.forward
+        self.compiled = torch.compile(self.forward, dynamic=True) if compile else None
         self.graphs, self.graph_memory = {}, None
         self.gpu = device.type == "cuda"
         self.every = 8 if self.gpu else 1  # steps between two looks at what has ended: a look holds up a GPU
@@ -422,7 +422,7 @@ class Sampler:
         column = torch.where(going, count, self.max_new)[:, None]
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
-        hidden = self.forward_one(token[:, None], at[:, None], torch.arange(n, device=at.device), n, span)[:, 0]
+        hidden = (self.compiled or self.forward)(token[:, None], at[:, None], torch.arange(n, device=at.device), n, span)[:, 0]
         rows.hidden[:n] = hidden
         at += going
         count += going

@@ -1320,6 +1320,12 @@ def test_every_turn_is_trained_once_in_mini_batches_of_the_asked_size(tmp_path):
     assert all(c.batch.ids.numel() <= max(config.tokens_per_micro_batch, c.batch.ids.shape[1]) for b in batches for c in b)
 
 
+def test_no_mini_batch_is_empty_however_long_a_trajectory(tmp_path):
+    for size in ("1", "3", "8"):
+        config, lm, turns, batches = prepared(tmp_path, "--context", "full", "--mini_batch", size)
+        assert all(batches) and sum(len(c.turns) for b in batches for c in b) == len(turns)
+
+
 def test_value_rows_learn_from_values_alone(tmp_path):
     for flags, learns in ((("--c_v", "0", "--c_q", "0", "--beta", "1", "--c_h", "1"), False), (("--c_v", "1"), True)):
         config, lm, turns, batches = prepared(tmp_path, *flags)
@@ -1665,9 +1671,11 @@ def test_what_must_not_be_interrupted_is_not():
 
 def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--lr", 1e-4, "--out", tmp_path / "run")
+    with pytest.raises(SystemExit, match="another --out"):
+        run_main(train, monkeypatch, "--model", tmp_path / "run" / "final", "--out", tmp_path / "run")
     with pytest.raises(SystemExit, match="--lr is 0.0001 there"):
         run_main(train, monkeypatch, "--resume", "--out", tmp_path / "run", "--lr", 2e-4)
-    run_main(train, monkeypatch, "--resume", "--out", tmp_path / "run", "--iterations", 2)
+    run_main(train, monkeypatch, "--resume", "--out", tmp_path / "run", "--iterations", 2, "--rows", 2)
     lines = [json.loads(line)["iteration"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [0, 1] and json.loads((tmp_path / "run" / "config.json").read_text())["lr"] == 1e-4
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--out", tmp_path / "new", "--resume")  # nothing there: from the beginning

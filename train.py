@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import gc
 import importlib.util
 import inspect
 import json
@@ -145,7 +146,8 @@ def parse_config(argv=None):
     return config
 
 
-FREE = {"iterations", "save_every", "workers", "data", "log", "out", "resume"}  # what a resumed run may change
+# What a resumed run may change: its length and surroundings, and what helps where memory ran out (it changes nothing but rounding).
+FREE = {"iterations", "save_every", "workers", "data", "log", "out", "resume", "tokens_per_micro_batch", "rows", "checkpointing", "compile"}
 
 
 def stored_flags(given):
@@ -261,13 +263,13 @@ def mini_batches(turns, config, iteration):
         plan[min(parts - 1, filled * parts // max(1, total))].append(sizes[i][0])
         filled += sizes[i][1]
     return [[Chunk(make_batch([s[:2] for s in group]), [t for s in group for t in s[2]])
-             for group in micro_batches([mine[k] for k in keys if k in mine], config.tokens_per_micro_batch)] for keys in plan]
+             for group in micro_batches([mine[k] for k in keys if k in mine], config.tokens_per_micro_batch)] for keys in plan if keys]
 
 
 @torch.no_grad()
 def evaluate_old(lm, chunks, old="recompute"):
-    """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs; or all three are the sampler's own. -> how far
-    the sampler's log-probs were from the pass's, a mean over tokens, where both are known: with `rollout`, in one chunk."""
+    """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs; with `old` "rollout" all three are the
+    sampler's own, and the pass is made for one chunk alone. -> mean distance between the log-probs of the sampler and of the pass."""
     off = []
     for n, c in enumerate(chunks):
         c.batch = c.batch.to(lm.device)
@@ -279,7 +281,7 @@ def evaluate_old(lm, chunks, old="recompute"):
             logp, _, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
             off.append((logp - sampled)[c.batch.mask].abs().mean().item())
             c.old = (logp, p_v, p_q) if old == "recompute" else c.old
-    return float(np.mean(off)) if off else 0.0
+    return float(np.mean(gather(off) or [0.0]))
 
 
 @torch.no_grad()
@@ -323,7 +325,8 @@ def update(lm, optimizer, chunks, config):
             p_v_old=p_v_old, p_q_old=p_q_old, y_v=c.y_v / config.r_max, y_q=c.y_q / config.r_max, clip=config.clip, clip_v=config.clip_v,
             clip_q=config.clip_q, c_v=config.c_v, c_q=config.c_q, beta=config.beta, c_h=config.c_h, tokens=tokens, turns=turns)
         loss.backward()
-        infos.append({k: float(x) for k, x in info.items()})
+        infos.append(info)
+    infos = [{k: float(x) for k, x in info.items()} for info in infos]  # not sooner: every look waits for the GPU
     lm.model.eval()
     sum_gradients(lm.model)
     norm = torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
@@ -433,17 +436,20 @@ def train(lm, pool, config, log):
         clock.lap("ref")
         values = set_targets(chunks, config, lm.device)  # lines 4 and 5
         steps = []
-        with uninterrupted():  # or a checkpoint would be neither of this iteration nor of the next
+        with uninterrupted() as asked:  # or a checkpoint would be neither of this iteration nor of the next
             for minibatch in batches * config.epochs:
                 set_lr(optimizer, config, iteration, step)
                 steps.append(update(lm, optimizer, minibatch, config))  # lines 6 and 7
                 step, failed = step + 1, (failed + 1) * steps[-1]["skipped"]
                 if failed == 5:
-                    raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
+                    break
+            optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
             clock.lap("update")
             metrics = summary(iteration, turns, values, steps, sampler, clock) | {"sampler_off": sampler_off}
             log(metrics, turns)
-            if (iteration + 1) % config.save_every == 0:
+            if failed == 5:
+                raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
+            if (iteration + 1) % config.save_every == 0 or any(gather([bool(asked)])) or iteration + 1 == config.iterations:
                 save_checkpoint(lm, optimizer, config, iteration + 1, step, failed)
         bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game, "
                             f"V explains {metrics['v_explained_variance']:.0%}" + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
@@ -454,17 +460,18 @@ def train(lm, pool, config, log):
 
 @contextlib.contextmanager
 def uninterrupted():
-    """Ctrl-C and SIGTERM wait until the block is done; a second one does not."""
+    """Ctrl-C and SIGTERM wait until the block is done; a second one does not. -> a list, empty until one has come."""
     asked = []
 
     def hear(*_):
         if asked:
             raise KeyboardInterrupt
         asked.append(True)
+        print("\nleaving after this iteration; a second Ctrl-C leaves at once", file=sys.stderr)
 
     before = {s: signal.signal(s, hear) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
@@ -523,11 +530,11 @@ def save_checkpoint(lm, optimizer, config, iteration, step, failed):
 
     def write_state(folder):
         params, state = local_state(optimizer)
-        torch.save({"iteration": iteration, "step": step, "failed": failed, "ranks": world() if sharded else 1,
-                    "optimizer": [state[p] if p in state else {} for p in params]}, f"{folder}/state-{rank()}.pt")
+        torch.save([state[p] if p in state else {} for p in params], f"{folder}/optimizer-{rank()}.pt")
 
     def fill(folder):
         lm.save(folder)
+        write_file(f"{folder}/progress.json", json.dumps({"iteration": iteration, "step": step, "failed": failed, "shards": world() if sharded else 1}))
         write_state(folder)
         if sharded:
             dist.barrier()  # the folder is there
@@ -546,17 +553,19 @@ def restore(lm, optimizer, config):
     path = f"{config.out}/checkpoint"
     if not config.resume or not is_whole(path):
         return 0, 0, 0
+    with open(f"{path}/progress.json") as file:
+        progress = json.load(file)
+    sharded = config.shard and world() > 1
+    if progress["shards"] != (world() if sharded else 1):
+        raise ValueError(f"--resume: the checkpoint's optimizer was kept by {progress['shards']} rank(s): start as many, with or without --shard as then")
     saved = load(path, dtype=lm.model.dtype, device="cpu").model
     with torch.no_grad():
         for mine, theirs in zip(lm.model.parameters(), saved.parameters()):
             mine.copy_(theirs)
-    sharded = config.shard and world() > 1
-    state = torch.load(f"{path}/state-{rank() if sharded else 0}.pt", map_location=lm.device)
-    if state["ranks"] != (world() if sharded else 1):
-        raise ValueError(f"--resume: the checkpoint's optimizer is sharded over {state['ranks']} rank(s)")
-    params, into = local_state(optimizer)
-    into.update({p: s for p, s in zip(params, state["optimizer"]) if s})
-    return state["iteration"], state["step"], state["failed"]
+    params, state = local_state(optimizer)
+    kept = torch.load(f"{path}/optimizer-{rank() if sharded else 0}.pt", map_location=lm.device)
+    state.update({p: s for p, s in zip(params, kept) if s})
+    return progress["iteration"], progress["step"], progress["failed"]
 
 
 # ------------------------------------------------------------------------------------------------------------- logging
@@ -719,7 +728,7 @@ def imitate(lm, pool, config):
 def probe_admissible(lm, pool, games, context, step, config):
     """The share of admissible actions among those sampled in `games`, which are split over the ranks."""
     sampler, mine = sampler_for(lm, dataclasses.replace(config, context=context)), range(rank(), len(games), world())
-    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, history=config.history,
+    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, rows=config.rows, history=config.history,
                     max_prompt=config.max_prompt, max_context=config.max_context)
     return float(np.mean(gather([t.admissible for t in turns])))
 
@@ -748,9 +757,11 @@ def evaluate(lm, pool, config):
         sampler = sampler_for(lm, config, temperature)
         per_rank = -(-len(ids) // world())
         first = rank() * per_rank
-        records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, history=config.history,
+        records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, rows=config.rows, history=config.history,
                                          max_prompt=config.max_prompt, max_context=config.max_context, quiet=rank() > 0))
         out[temperature] = records, evaluation.report(records)
+        del sampler
+        gc.collect()  # its keys and values, and its graphs: the next sampler has its own
     return out
 
 
@@ -801,6 +812,8 @@ def prepare(config, pool, say):
         for folder in ("start", "checkpoint"):
             newest_whole(f"{config.out}/{folder}", say)
     barrier()
+    if os.path.realpath(config.model).startswith(os.path.realpath(config.out) + os.sep):
+        raise ValueError(f"--model {config.model} lies in the run's own folder {config.out}; give another --out")
     check_memory(config, say)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     imitated = f"{config.out}/start"
@@ -832,7 +845,8 @@ def begin_folder(config, say):
     if config.resume:
         done = 0
         if is_whole(f"{config.out}/checkpoint"):
-            done = torch.load(f"{config.out}/checkpoint/state-0.pt", map_location="cpu")["iteration"]
+            with open(f"{config.out}/checkpoint/progress.json") as file:
+                done = json.load(file)["iteration"]
         say(f"{config.out}: goes on after {done} iterations" if done else f"{config.out}: no checkpoint yet, begins anew")
         lines = read_lines(f"{config.out}/metrics.jsonl")[:done]
     else:
@@ -891,9 +905,9 @@ def run(config):
             say("before SAPO: success on {} held-out games ".format(before[config.eval_temperature][1]["n"])
                 + ", ".join(f"{r['success']:.1%} at T = {t:g}" for t, (_, r) in sorted(before.items())))
             train(lm, pool, config, Log(lm, config))
+            after = evaluate(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             raise SystemExit(f"\ninterrupted; --resume --out {config.out} goes on from the last checkpoint") from None
-        after = evaluate(lm, pool, config) if config.iterations else before
         if rank() == 0:
             write_beside(f"{config.out}/final", lm.save)
             say(write_evaluation(before, after, config))
@@ -925,7 +939,7 @@ def memory_needed(config, arch):
     return {"weights": weights * size, "gradients": weights * size, "master weights": weights * 4 // share * (size == 2),
             "moments": weights * 2 * (2 if config.moments == "bfloat16" else 4) // share, "reference": weights * size * bool(config.beta),
             "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
-            "keys and values, at most": kv_token * longest * (config.rows or -(-config.tasks // int(os.environ.get("WORLD_SIZE", 1))))}
+            "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // int(os.environ.get("WORLD_SIZE", 1))))}
 
 
 def check_memory(config, say):
@@ -933,7 +947,7 @@ def check_memory(config, say):
     if config.model == "tiny":
         return
     needed = memory_needed(config, architecture(config.model))
-    surely = sum(n for what, n in needed.items() if what != "keys and values, at most")
+    surely = sum(n for what, n in needed.items() if what != "keys and values, about")
     say(f"memory, computed: {surely / 1e9:.1f} GB (" + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items()) + ")")
     if torch.cuda.is_available() and surely > torch.cuda.get_device_properties(0).total_memory:
         raise ValueError(f"this run needs {surely / 1e9:.0f} GB and the GPU has {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f}: lower "
@@ -1078,6 +1092,8 @@ def main():
                  f"--max_context; anywhere: --moments bfloat16, or --shard on several ranks ({str(error).splitlines()[0]})")
     except (ValueError, OSError, ImportError, envs.GameError) as error:
         sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted before training began")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
