@@ -156,7 +156,8 @@ def main():
     add("--out", help="the report, NAME.json or a folder for eval.json (default: eval-SPLIT.json in the run, else eval.json); "
         "episodes go to .jsonl beside it")
     add("--seed", type=int, default=0)
-    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("rows", int, "games decoded side by side"), ("horizon", int, "turns an episode may take"),
+    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("rows", int, "games decoded side by side"),
+                             ("horizon", int, "turns an episode may take"),
                              ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
                              ("max_prompt", int, "tokens a window prompt may take"), ("max_context", int, "tokens a conversation may take"),
                              ("places", int, "house: its size"), ("objects", int, "house: its size"), ("workers", int, "processes that play")):

@@ -137,7 +137,7 @@ def parse_config(argv=None):
         given = stored_flags(given) | given
     model, env = given.get("model", Config.model), given.get("env", Config.env)
     config = Config(**(TINY if model == "tiny" else {}) | given)
-    defaults = {"out": f"runs/{env}-{os.path.basename(model.rstrip('/'))}-{config.seed}", "horizon": 20 if env == "house" else 50,
+    defaults = {"out": default_out(given), "horizon": 20 if env == "house" else 50,
                 "workers": 0 if env == "house" else max(1, min(16, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
                 "eval_games": 192 if env == "house" else 140 if config.tasks >= 64 else config.tasks}
@@ -150,9 +150,14 @@ def parse_config(argv=None):
 FREE = {"iterations", "save_every", "workers", "data", "log", "out", "resume", "tokens_per_micro_batch", "rows", "checkpointing", "compile"}
 
 
+def default_out(given):
+    model = os.path.basename(given.get("model", Config.model).rstrip("/"))
+    return f"runs/{given.get('env', Config.env)}-{model}-{given.get('seed', Config.seed)}"
+
+
 def stored_flags(given):
     """The settings of the run that --resume names. ValueError where another value is given for what decides its course."""
-    out = given.get("out", f"runs/{given.get('env', Config.env)}-{os.path.basename(given.get('model', Config.model).rstrip('/'))}-{given.get('seed', 0)}")
+    out = given.get("out") or default_out(given)
     try:
         with open(f"{out}/config.json") as file:
             stored = json.load(file)
@@ -600,7 +605,8 @@ def summary(iteration, turns, values, steps, sampler, clock):
     out = {"iteration": iteration, "episodes": len(ends), "success": mean([r[0] for r in ends])}
     by_category = {name: [r[0] for r in ends if r[1] == c] for c, name in envs.CATEGORIES.items()}
     out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
-    out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled, "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
+    out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled,
+            "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
             "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
     for k in steps[0]:
         numbers = [s[k] for s in steps]
@@ -1015,8 +1021,9 @@ def bench(argv):
             update(lm, optimizer, minibatch, config)
         clock.lap("update")
         laps.append(clock.total())
-    real, scored, processed = (sum(f(c.batch) for c in chunks) for f in (lambda b: b.length.sum().item(), lambda b: b.mask.sum().item(), lambda b: b.ids.numel()))
-    squares = sum((c.batch.length.double() ** 2).sum().item() for c in chunks)
+    count = lambda f: sum(int(f(c.batch)) for c in chunks)
+    real, scored, processed = count(lambda b: b.length.sum()), count(lambda b: b.mask.sum()), count(lambda b: b.ids.numel())
+    squares = count(lambda b: (b.length ** 2).sum())
     print(f"{config.model}, {config.dtype}, {config.context}: {config.tasks} trajectories of {size.turns} turns, {real} tokens of which {scored} sampled; "
           f"real / processed tokens {real / processed:.3f}; medians of {size.repeats}")
     peak = limits(lm.device)[1] if cuda else None
