@@ -802,7 +802,10 @@ def bench(name, options, games, steps, workers):
     few = random.Random(0).sample(games, min(8, len(games)))
     for env in envs.values():
         wander(env, few[0], 1)  # imports
-    played = {kind: [wander(env, task, steps) for task in few] for kind, env in envs.items()}
+    played = {kind: [] for kind in envs}
+    for task in few:  # side by side, so that a noisy machine is noisy for both
+        for kind, env in envs.items():
+            played[kind].append(wander(env, task, steps))
     middle = lambda xs: sorted(xs)[len(xs) // 2]
     times = {kind: (middle([reset for _, reset, _ in runs]), middle([s for _, _, seconds in runs for s in seconds])) for kind, runs in played.items()}
     print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}   medians of {len(few)} games, {sum(len(said) for said, _, _ in played['ours'])} answers")

@@ -132,6 +132,12 @@ class ActorCritic:
         head, every = self.model.get_output_embeddings().weight.numel(), sum(p.numel() for p in self.model.parameters())
         return every - head * (1 if self.model.config.tie_word_embeddings else 2), head
 
+    def operations(self, tokens, scored, squares):
+        """Of one forward pass: `tokens` through the body, `scored` through the head, attention over lengths whose squares sum to `squares`."""
+        (body, head), config = self.sizes, self.model.config
+        width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return 2 * body * tokens + 2 * head * scored + 2 * config.num_hidden_layers * width * squares
+
     @property
     def chunk(self):  # positions whose logits exist at a time: about 256 MiB of float32
         return max(64, 2 ** 26 // len(self.model.get_output_embeddings().weight))

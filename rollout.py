@@ -649,11 +649,10 @@ def limits(device):
 def least_time(lm, sampler, prompts, said, bandwidth, peak):
     """Seconds a GPU needs at least: for the prefill (all its operations), and for sampler.steps decoding steps (every weight read
     in each, and every key and value a token looks at)."""
-    (body, head), config, layers = lm.sizes, lm.model.config, sampler.rows.cache
-    width = config.num_attention_heads * layers.keys[0].shape[3]
+    (body, head), layers = lm.sizes, sampler.rows.cache
     kv_bytes = sum(x.shape[1] * x.shape[3] * x.element_size() for x in layers.keys + layers.values)
     seen = sum(len(p) + i for p, r in zip(prompts, said) for i in range(1, len(r.ids) + 1))
-    operations = sum(2 * body * len(p) + 2 * len(layers.keys) * width * len(p) ** 2 for p in prompts)
+    operations = lm.operations(sum(map(len, prompts)), 0, sum(len(p) ** 2 for p in prompts))
     return operations / peak, (sampler.steps * (body + head) * layers.keys[0].element_size() + seen * kv_bytes) / bandwidth
 
 

@@ -284,9 +284,9 @@ def evaluate_old(lm, chunks, old="recompute"):
         c.old = sampled, column(t.v for t in c.turns) / lm.r_max, column(t.q for t in c.turns) / lm.r_max
         if old == "recompute" or n == 0:
             logp, _, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
-            off.append((logp - sampled)[c.batch.mask].abs().mean().item())
+            off.append((logp - sampled)[c.batch.mask].abs().mean())
             c.old = (logp, p_v, p_q) if old == "recompute" else c.old
-    return float(np.mean(gather(off) or [0.0]))
+    return float(np.mean(gather([x.item() for x in off]) or [0.0]))  # not sooner: every look waits for the GPU
 
 
 @torch.no_grad()
@@ -629,8 +629,8 @@ def transcript(turns, names):
 class Log:
     """metrics.jsonl, transcripts/, and one optional dashboard."""
 
-    def __init__(self, lm, config):
-        self.lm, self.config, self.writer = lm, config, None
+    def __init__(self, config):
+        self.config, self.writer = config, None
         if rank() > 0:
             return
         os.makedirs(f"{config.out}/transcripts", exist_ok=True)
@@ -910,7 +910,7 @@ def run(config):
             before = evaluate_before(lm, pool, config)
             say("before SAPO: success on {} held-out games ".format(before[config.eval_temperature][1]["n"])
                 + ", ".join(f"{r['success']:.1%} at T = {t:g}" for t, (_, r) in sorted(before.items())))
-            train(lm, pool, config, Log(lm, config))
+            train(lm, pool, config, Log(config))
             after = evaluate(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             raise SystemExit(f"\ninterrupted; --resume --out {config.out} goes on from the last checkpoint") from None
@@ -1029,17 +1029,11 @@ def bench(argv):
     peak = limits(lm.device)[1] if cuda else None
     for name, passes in (("rollout", 0), ("old", 1), ("ref", 1), ("update", 3)):
         seconds = float(np.median([lap[f"time_{name}"] for lap in laps[1:]]))
-        mfu = f", MFU {passes * operations(lm, real, scored, squares) / seconds / peak:.1%}" if cuda and passes else ""
+        mfu = f", MFU {passes * lm.operations(real, scored, squares) / seconds / peak:.1%}" if cuda and passes else ""
         print(f"{name:8}{seconds:9.2f} s{real / seconds:12.0f} tokens/s{mfu}")
     used = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"total   {np.median([lap['time_total'] for lap in laps[1:]]):9.2f} s   peak memory {used / 1e9:.2f} GB")
     compare_updates(lm, turns, config)
-
-
-def operations(lm, tokens, scored, squares):
-    """Of one forward pass: `tokens` through the body, `scored` through the head, attention over lengths whose squares sum to `squares`."""
-    body, head = lm.sizes
-    return 2 * body * tokens + 2 * head * scored + 2 * lm.model.config.num_hidden_layers * lm.model.config.hidden_size * squares
 
 
 def compare_updates(lm, turns, config):
