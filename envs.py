@@ -1,6 +1,6 @@
 """Text environments behind one protocol, the prompts made of them, the action parser, and the pool of worker processes.
 
-    env = make_env("house")                       or make_env("alfworld", data=DIR)
+    env = make_env("house")                       or make_env("alfworld", data=DIR), make_env("webshop", data=DIR)
     obs, info = env.reset(tasks("house", "train")[0])
     obs, reward, terminated, truncated, info = env.step("go to fridge 1")         Gymnasium's order
     env.expert()                                  commands that win from here, or None
@@ -10,31 +10,138 @@ cannot use is answered ("Nothing happens."), never an exception. The winning ste
 
 - `house` is a miniature of ALFWorld in plain Python: same commands, same sentences, same six kinds of task.
 - `alfworld` is the real thing: the alfworld package's TextWorld engine on the games below $ALFWORLD_DATA.
+- `webshop` is WebShop's text environment in plain Python, on the catalogue in $WEBSHOP_DATA.
 
 Prompts follow the setting of the GiGPO paper's framework (verl-agent 796ed31) in our own words: `window_prompt` is one
 message with the last k turns, `full_prompt` only what is new. No torch here, so that worker processes stay small.
-    python envs.py [--env alfworld --data DIR] [--bench]      play an episode yourself, or measure
+    python envs.py [--env alfworld|webshop --data DIR] [--bench]      play an episode yourself, or measure
 """
 import argparse
 import contextlib
 import copy
+import difflib
+import fcntl
 import functools
 import gc
 import glob
 import hashlib
+import importlib.util
 import json
+import math
+import mmap
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from array import array
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+
+import numpy as np
+from tqdm import tqdm
 
 REWARD = 10.0  # on the winning step
 CATEGORIES = {"pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look", "pick_clean_then_place_in_recep": "Clean",
               "pick_heat_then_place_in_recep": "Heat", "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
+SHELVES = {"beauty": "Beauty", "electronics": "Electronics", "fashion": "Fashion", "garden": "Garden", "grocery": "Grocery"}
+
+# ---------------------------------------------------------------------------------------------- prompts and actions
+
+ROLE = "You live in a text world and solve one household task in it by typing commands."
+ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, and nothing else, "
+          "inside <action> </action>.")
+FIRST = "{role}\n{obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
+LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n{history}\n"
+         "Step {now}. What you see: {obs}\n\nCommands that work now: [{commands}].\n\n{answer}")
+RESPONSE = "<think> {thought} </think> <action> {action} </action>"  # how the demonstrator answers
+PAST = "What you saw: {obs}\nWhat you did: {action}"
+FULL_FIRST = ("{role}\n{obs}\n\nThese commands always work: [{always}].\nOther commands that work now: [{commands}].\n\n{answer} "
+              "Answer every later message in the same way.")
+FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
+
+SHOP_ROLE = ("You shop in an online store by typing commands: search[words of your own] looks through its catalogue, click[...] follows a link or a button or "
+             "chooses an option. Find a product that is all that is asked for, choose its options, and buy it.")
+SHOP_FIRST = "{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
+SHOP_FULL_FIRST = SHOP_FIRST + " Answer every later message in the same way."
+SHOP_LONGEST = 13000  # characters of a prompt with history
+
+
+def quoted(commands):
+    return ", ".join(f"'{c}'" for c in commands if c != "help")
+
+
+class Episode:
+    """What the agent knows of one game, and the two ways of showing it. `took` moves it on by one turn."""
+
+    role, first, full_first = ROLE, FIRST, FULL_FIRST
+
+    def __init__(self, obs, info):
+        self.obs, self.info, self.history = obs, info, []
+        self.always = [c for c in info["admissible"] if c.startswith("go to ") or c in ("inventory", "look")]
+
+    def took(self, action, obs, info):
+        self.history.append((self.obs, action))
+        self.obs, self.info = obs, info
+
+    def shown(self, obs):
+        return obs.strip()
+
+    def accepts(self, action):
+        """Whether the environment can use it."""
+        return action in self.info["admissible"]
+
+    def now(self, commands):
+        """What every prompt may say of this turn."""
+        return {"role": self.role, "answer": ANSWER, "task": self.info["task"], "obs": self.shown(self.obs), "commands": quoted(commands),
+                "always": quoted(self.always)}
+
+    def window_prompt(self, k=2):
+        """--context window: one message, rebuilt every turn, with the last k observations and (parsed) actions."""
+        now, n = self.now(self.info["admissible"]), len(self.history)
+        if not n:
+            return self.first.format(**now)
+        past = "\n".join(PAST.format(obs=self.shown(o), action=a) for o, a in self.history[max(0, n - k):])
+        return LATER.format(**now, steps=n, history=past, now=n + 1)
+
+    def full_prompt(self):
+        """--context full: only what is new; what holds for the whole episode is said in the first message."""
+        now = self.now(c for c in self.info["admissible"] if c not in self.always)
+        return (FULL_LATER if self.history else self.full_first).format(**now)
+
+
+class ShopEpisode(Episode):
+    """The same in the shop, where every page repeats the task: it is left out of what was seen."""
+
+    role, first, full_first = SHOP_ROLE, SHOP_FIRST, SHOP_FULL_FIRST
+
+    def shown(self, obs):
+        pieces, task = obs.split(" [SEP] "), self.info["task"].strip()
+        return " [SEP] ".join(f"'{piece}'" for piece in pieces[pieces.index(task) + 1:]) if task in pieces else obs.strip()
+
+    def accepts(self, action):
+        return super().accepts(action) or bool(re.match(r"search\[.+\]", action))
+
+    def window_prompt(self, k=2):
+        text = super().window_prompt(k)
+        return text if len(text) <= SHOP_LONGEST else self.first.format(**self.now(self.info["admissible"]))
+
+
+def parse_action(text, fallback):
+    """-> (action, valid). The lower-cased text between the first <action> and the first </action>; valid where both tag
+    pairs are there and no CJK character is. Without action tags the last `fallback` characters are the action."""
+    low = text.lower()
+    start, end = low.find("<action>"), low.find("</action>")
+    if start < 0 or end < start:
+        return low[-fallback:], False
+    thought = 0 <= low.find("<think>") < low.find("</think>")
+    return low[start + len("<action>"):end].strip(), thought and not re.search(r"[\u4e00-\u9fff]", text)
+
 
 # ------------------------------------------------------------------------------------------------------------ house
 
@@ -77,8 +184,11 @@ class House:
     in the smallest house, it wins them all."""
 
     fallback = 30  # characters sent as the action where the response has no tags
+    flags, horizon = ("places", "objects", "horizon"), 20  # what it can be made with; turns an episode may take
+    held_out, categories, episode = ("test", 192), CATEGORIES, Episode  # split and games of an evaluation; its columns; its prompts
+    graded = False  # whether there is a score beside won
 
-    def __init__(self, places=5, objects=4, horizon=20):
+    def __init__(self, places=5, objects=4, horizon=horizon):
         for name, value, least in (("places", places, 5), ("objects", objects, 2), ("horizon", horizon, 1)):
             if value < least:
                 raise ValueError(f"house: {name} must be at least {least}, got {value}")
@@ -369,9 +479,10 @@ class AlfWorld:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are the engine's own; `stock`
     leaves TextWorld as it is, twenty times slower."""
 
-    fallback = 30
+    fallback, flags, horizon, graded = 30, ("data", "horizon"), 50, False
+    held_out, categories, episode = ("valid_seen", 140), CATEGORIES, Episode
 
-    def __init__(self, data=None, horizon=50, stock=False):
+    def __init__(self, data=None, horizon=horizon, stock=False):
         if horizon < 1:
             raise ValueError(f"alfworld: horizon must be at least 1, got {horizon}")
         self.root, self.horizon, self.game = alfworld_root(data), horizon, None
@@ -419,82 +530,702 @@ class AlfWorld:
         return self.walkthrough[n:] or None if self.played == self.walkthrough[:n] else None
 
 
+# --------------------------------------------------------------------------------------------------------- webshop
+
+# WebShop (princeton-nlp/WebShop 64fa2a5) without Java, Flask or conda: its catalogue, goals, search, pages and reward. Where a line looks odd,
+# it is the original's oddity, kept because scores are compared.
+
+STOPWORDS = set("a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will with".split())
+COLORS = """alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne charcoal
+cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold granite grape
+graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha
+multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell silver skull
+slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow""".split()
+
+
+@functools.cache
+def tokenizer():
+    """Lucene's StandardTokenizer: the word boundaries of UAX #29, of which it keeps what has a letter, a digit, an ideograph or a pictograph."""
+    import regex  # the standard library does not know these properties
+
+    marks = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*"  # belong to what they follow
+    wb = lambda *names: "(?:[" + "".join(rf"\p{{WB={name}}}" for name in names) + f"]{marks})"
+    letter, digit, katakana, joiner = wb("ALetter", "Hebrew_Letter"), wb("Numeric"), wb("Katakana"), wb("ExtendNumLet")
+    in_word, in_number = wb("MidLetter", "MidNumLet", "Single_Quote"), wb("MidNum", "MidNumLet", "Single_Quote")
+    run = f"(?:(?:{letter}(?:{in_word}{letter})*|{digit}(?:{in_number}{digit})*)+|{katakana}+)"
+    sign = (r"[[\p{Extended_Pictographic}\u2388\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2712\u2763-\u2767\U0001F000-\U0001FAFF]"
+            r"--\p{Regional_Indicator}]") + marks
+    alone = rf"[\p{{Han}}\p{{Hiragana}}]{marks}|\p{{Regional_Indicator}}{{2}}{marks}|{sign}(?:(?<=\u200d){sign})*"
+    return regex.compile(rf"{joiner}*{run}(?:{joiner}+{run})*{joiner}*|{alone}|\p{{Line_Break=Complex_Context}}+", regex.V1)
+
+
+# Porter's steps 2 to 4 as Martin Porter's own later program has them: suffix -> what replaces it
+STEP_2 = dict(pair.split(":") for pair in """ational:ate tional:tion enci:ence anci:ance izer:ize bli:ble alli:al entli:ent eli:e ousli:ous ization:ize
+ation:ate ator:ate alism:al iveness:ive fulness:ful ousness:ous aliti:al iviti:ive biliti:ble logi:log""".split())
+STEP_3 = dict(pair.split(":") for pair in "icate:ic ative: alize:al iciti:ic ical:ic ful: ness:".split())
+STEP_4 = dict.fromkeys("al ance ence er ic able ible ant ement ment ent sion tion ou ism ate iti ous ive ize".split(), "") | {"sion": "s", "tion": "t"}
+ENDINGS = [re.compile(f"^(.*?)({'|'.join(step)})$", re.S) for step in (STEP_2, STEP_3, STEP_4)]
+CONSONANTS, VOWELS = "[^aeiou][^aeiouy]*", "[aeiouy][aeiou]*"  # a y after a consonant is a vowel
+MEASURE = re.compile(f"^(?:{CONSONANTS})?((?:{VOWELS}{CONSONANTS})*)(?:{VOWELS})?$", re.S)
+HAS_VOWEL = re.compile(f"^(?:{CONSONANTS})?[aeiouy]", re.S)
+SHORT = re.compile(f"^{CONSONANTS}[aeiouy][^aeiouwxy]$", re.S)
+
+
+def measure(stem):  # m of [C](VC)^m[V]; all that matters is 0, 1 or more
+    return len(re.findall(f"{VOWELS}{CONSONANTS}", MEASURE.match(stem)[1]))
+
+
+def stem(word):
+    """Porter's stemmer as Lucene has it."""
+    if len(word) < 3:
+        return word
+    y = word[0] == "y"  # a consonant there
+    w = "Y" + word[1:] if y else word
+    if w.endswith(("sses", "ies")):
+        w = w[:-2]
+    elif w.endswith("s") and not w.endswith("ss"):
+        w = w[:-1]
+    cut = 2 if w.endswith("ed") else 3
+    if w.endswith("eed"):
+        w = w[:-1] if measure(w[:-3]) else w
+    elif w.endswith(("ed", "ing")) and HAS_VOWEL.match(w[:-cut]):
+        w = w[:-cut]
+        if w.endswith(("at", "bl", "iz")) or SHORT.match(w):
+            w += "e"
+        elif re.search(r"([^aeiouylsz])\1$", w):
+            w = w[:-1]
+    if w.endswith("y") and HAS_VOWEL.match(w[:-1]):
+        w = w[:-1] + "i"
+    for ending, step, least in zip(ENDINGS, (STEP_2, STEP_3, STEP_4), (1, 1, 2)):
+        found = ending.match(w)
+        if found and measure(found[1] + step[found[2]][:1] * (step is STEP_4)) >= least:
+            w = found[1] + step[found[2]]
+    if w.endswith("e") and (measure(w[:-1]) > 1 or measure(w[:-1]) == 1 and not SHORT.match(w[:-1])):
+        w = w[:-1]
+    if w.endswith("ll") and measure(w) > 1:
+        w = w[:-1]
+    return "y" + w[1:] if y else w
+
+
+@functools.lru_cache(1 << 18)
+def terms_between_blanks(text):
+    words = [w for m in tokenizer().finditer(text) for w in re.findall("(?s).{1,255}", m.group())]  # longer ones are cut
+    words = [re.sub(r"['\u2019\uff07]s$", "", w) for w in words]
+    return [stem(w) for w in words if w not in STOPWORDS]
+
+
+def terms(text):
+    """Text -> the terms that are indexed and searched: Lucene's English analyzer. No word has a blank inside, and most strings between blanks
+    come again and again."""
+    return [term for piece in text.lower().split() for term in terms_between_blanks(piece)]
+
+
+def keys_of(words):
+    """64 bits for each: an index of a million terms then needs no dictionary."""
+    return np.array([int.from_bytes(hashlib.blake2b(w.encode("utf-8", "replace"), digest_size=8).digest(), "little") for w in words], np.uint64)
+
+
+def rounded_length(n):
+    """A document's length after Lucene has kept it in one byte: exact below 40, then three bits after the leading one."""
+    if n < 40:
+        return n
+    shift = (n - 24).bit_length() - 4
+    return 24 + ((n - 24) >> shift << shift)
+
+
+# ---- webshop: the catalogue
+
+SHOP_DATA = ("the README says where WebShop's catalogue is to be had; --data (or the variable WEBSHOP_DATA) names the folder that holds "
+             "items_shuffle.json, items_ins_v2.json and items_human_ins.json, or the first two as items_shuffle_1000.json and items_ins_v2_1000.json")
+
+
+def json_items(path, chunk=1 << 22):
+    """The elements of a file's JSON array, one at a time: the whole catalogue has five gigabytes. ValueError where it is no such file."""
+    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
+
+    def read():
+        try:
+            return file.read(chunk)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is broken: {error}") from None
+
+    with open(path, encoding="utf-8") as file, tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, delay=2, mininterval=1,
+                                                    desc=f"indexing {os.path.basename(path)}") as bar:
+        text, at = read().lstrip(), 1
+        if text[:1] != "[":
+            raise ValueError(f"{path} is no JSON array of products")
+        while True:
+            bar.update(file.buffer.tell() - bar.n)
+            at = between.match(text, at).end()
+            if text[at:at + 1] == "]":
+                return
+            try:
+                item, at = decode(text, at)
+            except json.JSONDecodeError as error:  # broken, or cut off here
+                more = read()
+                if not more or len(text) - at > 16 * max(chunk, 1 << 20):
+                    raise ValueError(f"{path} is broken: {error}") from None
+                text, at = text[at:] + more, 0
+                continue
+            yield item
+
+
+def json_object(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object of products")
+    return found
+
+
+def record(item, about, human, nouns):
+    """What is kept of a product: of its entries in the catalogue, the attributes' file, the human instructions and the table of nouns."""
+    bullets, prices = item["small_description"], re.findall(r"\$([^$]*)", item.get("pricing") or "")
+    prices = [float(re.sub(r"[^\d.]", "", price)) for price in prices[:2]] or [100.0]
+    options = {name.lower(): [v["value"].strip().replace("/", " | ").lower() for v in values]
+               for name, values in (item["customization_options"] or {}).items() if values is not None}
+    return {"asin": item["asin"], "title": item["name"], "description": item["full_description"],
+            "bullets": bullets if isinstance(bullets, list) else [bullets], "prices": prices, "options": options,
+            "attributes": about.get("attributes", ["DUMMY_ATTR"]), "category": item["category"], "query": item["query"].lower().strip(),
+            "product_category": item["product_category"], "nouns": nouns,
+            "synthetic": None if about.get("instruction") is None else [about["instruction"], about["instruction_attributes"]],
+            "human": [[h["instruction"], h["instruction_attributes"], h["instruction_options"]] for h in human if h["instruction_attributes"]]}
+
+
+def document(product):
+    """The text of a product that is searched."""
+    options = ", and ".join(f"{name}: " + ", ".join(values) for name, values in product["options"].items())
+    return " ".join([product["title"], product["description"], (product["bullets"] or [""])[0], options])
+
+
+def webshop_root(data=None):
+    """The folder of the catalogue: `data`, or $WEBSHOP_DATA."""
+    data = data or os.environ.get("WEBSHOP_DATA")
+    if not data:
+        raise FileNotFoundError(f"webshop: no catalogue; {SHOP_DATA}")
+    return data
+
+
+class Catalogue:
+    """WebShop's products and the index of their words, on disk and mapped into memory, so that processes share them. Made once from the files of
+    a folder, and kept below ~/.cache/sapo ($XDG_CACHE_HOME).
+
+    product(n)     a product as `record` has it                 search(query)  the numbers of the products that fit best
+    N products:    asins, low, high (prices; high is NaN where there is one), synthetic, human (how many goals), categories and queries (hashes),
+                   rank (in the order of asins), places (N + 1, of the records in products.jsonl)
+    M terms:       keys (hashes, sorted), first (M + 1); term i is in the products docs[first[i]:first[i + 1]] with those weights"""
+
+    def __init__(self, data):
+        for size in ("", "_1000"):  # all of WebShop's products where they are there, else its thousand
+            self.files = [os.path.join(data, name) for name in (f"items_shuffle{size}.json", f"items_ins_v2{size}.json", "items_human_ins.json")]
+            if os.path.isfile(self.files[0]):
+                break
+        for path in self.files:
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"webshop: {path} does not exist; {SHOP_DATA}")
+        self.files.append(os.path.join(data, "title_nouns.json"))
+        stamps = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in self.files if os.path.isfile(f)]
+        key = hashlib.sha256(json.dumps([2, stamps]).encode()).hexdigest()[:16]  # 2: the version of what is kept
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sapo")
+        self.folder = os.path.join(cache, f"webshop-{key}")
+        os.makedirs(cache, exist_ok=True)
+        with open(f"{self.folder}.lock", "w") as lock:  # of several processes one makes it, the others wait
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.isdir(self.folder):
+                self.build()
+        for path in glob.glob(f"{glob.escape(self.folder)}/*.npy"):
+            setattr(self, os.path.basename(path)[:-4], np.asarray(np.load(path, mmap_mode="r")))
+        with open(f"{self.folder}/products.jsonl", "rb") as file:
+            self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.product = functools.lru_cache(1 << 13)(self.product)
+        self.search = functools.lru_cache(1 << 12)(self.search)
+
+    def __len__(self):
+        return len(self.asins)
+
+    def product(self, n):
+        return json.loads(self.text[self.places[n]:self.places[n + 1]])
+
+    # ---- making it
+    def records(self):
+        """The products of the files with their terms, each asin once."""
+        about, human, nouns = (json_object(f) if os.path.isfile(f) else {} for f in self.files[1:])
+        seen = {"nan"}
+        for n, item in enumerate(json_items(self.files[0])):
+            try:
+                asin = item["asin"]
+                if len(asin) > 10 or asin in seen:
+                    continue
+                product = record(item, about.get(asin, {}), human.get(asin, []), nouns.get(asin))
+                count = Counter(terms(document(product)))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{self.files[0]}: product {n} is not as WebShop's are ({type(error).__name__}: {error})") from None
+            seen.add(asin)
+            yield product, count
+        if len(seen) == 1:
+            raise ValueError(f"{self.files[0]} holds no product")
+
+    def build(self):
+        """Reads the files once; what it makes appears all at once or not at all."""
+        folder = tempfile.mkdtemp(dir=os.path.dirname(self.folder))
+        try:
+            facts, places, number = [], [0], {}
+            words, docs, times, lengths = array("I"), array("I"), array("H"), array("I")
+            with open(f"{folder}/products.jsonl", "wb") as file:
+                for n, (product, count) in enumerate(self.records()):
+                    goals = math.prod(map(len, product["options"].values())) if product["synthetic"] else 0
+                    facts.append((product["asin"].encode(), *(product["prices"] + [math.nan])[:2], goals, len(product["human"]),
+                                  *keys_of([product["category"], product["query"]])))
+                    words.extend(number.setdefault(word, len(number)) for word in count)
+                    docs.extend([n] * len(count))
+                    times.extend(min(times, 65535) for times in count.values())
+                    lengths.append(count.total())
+                    file.write(json.dumps(product).encode() + b"\n")
+                    places.append(file.tell())
+            arrays = dict(zip(("asins", "low", "high", "synthetic", "human", "categories", "queries"), map(np.array, zip(*facts))))
+            arrays |= {"places": np.array(places)} | self.postings(arrays["asins"], number, words, docs, times, lengths)
+            for name, values in arrays.items():
+                np.save(f"{folder}/{name}.npy", values)
+            os.rename(folder, self.folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @staticmethod
+    def postings(asins, number, words, docs, times, lengths):
+        """From every occurrence to the index: words[i] is in product docs[i] so many times; a weight is tf / (k1 (1 - b + b length / mean))."""
+        one, k1, b = np.float32(1), np.float32(0.9), np.float32(0.4)
+        lengths = np.frombuffer(lengths, np.uint32)
+        mean = np.float32(lengths.sum() / max(1, (lengths > 0).sum()))
+        kept = np.array([rounded_length(int(n)) for n in lengths], np.float32)
+        inverse = one / (k1 * ((one - b) + b * kept / mean)) if mean else kept
+        words, docs, times = np.frombuffer(words, np.uint32), np.frombuffer(docs, np.uint32), np.frombuffer(times, np.uint16)
+        keys = keys_of(number)
+        order = np.argsort(keys)
+        place = np.empty(len(order), np.uint32)
+        place[order] = np.arange(len(order))
+        words = place[words]  # terms in the order of their keys, so that a key is found by bisection
+        by_term = np.argsort(words, kind="stable")
+        first = np.concatenate([[0], np.cumsum(np.bincount(words, minlength=len(order)))])
+        rank = np.empty(len(asins), np.uint32)
+        rank[np.argsort(asins, kind="stable")] = np.arange(len(asins))
+        return {"keys": keys[order], "first": first, "docs": docs[by_term], "weights": times[by_term].astype(np.float32) * inverse[docs[by_term]],
+                "filled": np.array((lengths > 0).sum()), "rank": rank}
+
+    # ---- using it
+    def search(self, query, k=50):
+        """The `k` best products for a query: Lucene's BM25 with k1 = 0.9 and b = 0.4, in its precision; equals stand in the order of their asins."""
+        count = Counter(terms(query))
+        scores, one = np.zeros(len(self)), np.float32(1)
+        for key, times in zip(keys_of(count), count.values()):
+            i = np.searchsorted(self.keys, key)
+            if i < len(self.keys) and self.keys[i] == key:
+                span = slice(self.first[i], self.first[i + 1])
+                n = span.stop - span.start
+                idf = np.float32(times) * np.float32(math.log(1 + (self.filled - n + 0.5) / (n + 0.5)))
+                scores[self.docs[span]] += idf - idf / (one + self.weights[span])
+        scores = scores.astype(np.float32)
+        hits = np.flatnonzero(scores)
+        if len(hits) > k:
+            hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
+        return hits[np.lexsort((self.rank[hits], -scores[hits]))][:k].tolist()
+
+
+ANY_PRICE = 1000000
+
+
+class Goals:
+    """What the shopper is asked for: the original's goals in the original's order, and the prices drawn with them.
+
+    goals[i] -> {text, asin, options, attributes, price_upper, title, query, category, product_category, nouns}"""
+
+    def __init__(self, catalogue, kind="synthetic", seed=0):
+        if kind not in ("synthetic", "human"):
+            raise ValueError(f"webshop: unknown goals {kind!r}; known: synthetic, human")
+        self.catalogue, self.kind = catalogue, kind
+        path = f"{catalogue.folder}/goals-{kind}-{seed}.npz"
+        if not os.path.isfile(path):
+            np.savez(f"{path}.{os.getpid()}.npz", **self.draw(random.Random(seed)))
+            os.replace(f"{path}.{os.getpid()}.npz", path)
+        with np.load(path) as stored:
+            self.prices, self.products, self.parts, self.caps = (stored[name] for name in ("prices", "products", "parts", "caps"))
+        if not len(self):
+            raise ValueError(f"webshop: none of the products has {kind} goals")
+
+    def __len__(self):
+        return len(self.products)
+
+    def draw(self, rng):
+        """Prices and price caps from one stream of random numbers, in the order of the products; then the shuffle."""
+        prices, low, high = np.array(self.catalogue.low), self.catalogue.low, self.catalogue.high
+        for n in np.flatnonzero(~np.isnan(high)):
+            prices[n] = rng.uniform(float(low[n]), float(high[n]))
+        many, caps = np.array(getattr(self.catalogue, self.kind)), []
+        for n in np.flatnonzero(many):
+            least = int(prices[n] // 10) + 1
+            above = [10.0 * i for i in range(least, min(least + 4, 100))]  # the next multiples of ten, below 1000
+            draw = lambda: max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
+            caps += [draw()] * int(many[n]) if self.kind == "synthetic" else [draw() for _ in range(many[n])]
+        order = list(range(many.sum()))
+        random.Random(233).shuffle(order)
+        return {"prices": prices, "products": np.repeat(np.arange(len(many)), many)[order], "caps": np.array(caps)[order],
+                "parts": (np.arange(len(order)) - np.repeat(many.cumsum() - many, many))[order]}
+
+    def __getitem__(self, i):
+        product, part, cap = self.catalogue.product(int(self.products[i])), int(self.parts[i]), float(self.caps[i])
+        text, attributes, *options = product[self.kind] if self.kind == "synthetic" else product[self.kind][part]
+        if self.kind == "human":
+            text, options = text.strip("."), options[0]
+        else:
+            options = {}
+            for name in sorted(product["options"], reverse=True):  # one of all combinations, the last name's values changing first
+                part, choice = divmod(part, len(product["options"][name]))
+                options[name] = product["options"][name][choice]
+            options = dict(sorted(options.items()))
+            text += " with " * bool(options) + ", and ".join(f"{name}: {value}" for name, value in options.items())
+        if cap < ANY_PRICE:
+            text += f", and price lower than {cap:.2f} dollars"
+        return {k: product[k] for k in ("asin", "title", "query", "category", "product_category", "nouns")} | {
+            "text": text, "attributes": attributes, "options": options, "price_upper": cap}
+
+    def split(self, split):
+        """Numbers of the goals of train, valid or test, which share no product; or of the original's test_500, eval_1000 and train_rest,
+        which do."""
+        ranges = {"test_500": slice(0, 500), "eval_1000": slice(500, 1500), "train_rest": slice(1500, None)}
+        if split in ranges:
+            return list(range(len(self)))[ranges[split]]
+        shares = {"test": (0,), "valid": (1,), "train": range(2, 10)}
+        if split not in shares:
+            raise ValueError(f"webshop has no split {split!r}; known: {', '.join([*shares, *ranges])}")
+        share = {n: hashlib.sha256(bytes(self.catalogue.asins[n])).digest()[0] % 10 for n in np.unique(self.products)}
+        return [i for i, n in enumerate(self.products) if share[n] in shares[split]]
+
+
+catalogue_of, goals_of = functools.cache(Catalogue), functools.cache(Goals)  # once for all environments of a process
+
+
+def webshop_tasks(split, data=None, goals="synthetic", seed=0):
+    numbers = goals_of(catalogue_of(webshop_root(data)), goals, seed).split(split)
+    if not numbers:
+        raise ValueError(f"webshop: no {goals} goal falls into the split {split!r} of this catalogue")
+    return [f"{i:07d}" for i in numbers]
+
+
+# ---- the reward
+
+
+@functools.lru_cache(1 << 16)
+def token_set_ratio(a, b):
+    """thefuzz 0.19's likeness of two strings, 0 to 100, whatever the order of their words and however often each occurs."""
+    plain = [re.sub(r"\W", " ", re.sub(r"[\x80-\xff]", "", s)).lower().split() for s in (a, b)]
+    if not all(plain):
+        return 0
+    one, two = map(set, plain)
+    both = " ".join(sorted(one & two))
+    a, b = (" ".join([both] * bool(both) + sorted(rest)) for rest in (one - two, two - one))
+    return max(round(100 * difflib.SequenceMatcher(None, x, y).ratio()) for x, y in ((both, a), (both, b), (a, b)))
+
+
+def first_color(option):
+    """An option with a colour's name anywhere in it ('standard' has 'tan') counts as that colour; a pair (name, value) where it holds one."""
+    return next((color for color in COLORS if color in option), option)
+
+
+@functools.cache
+def spacy_model():
+    for name in ("en_core_web_sm", "en_core_web_lg"):
+        if importlib.util.find_spec(name):
+            import spacy
+            return spacy.load(name, disable=["ner", "lemmatizer"])
+
+
+@functools.lru_cache(1 << 13)
+def guessed_nouns(title):
+    """The nouns of a title by spaCy's model, where one is installed, or None."""
+    return spacy_model() and [t.text.lower() for t in spacy_model()(title) if t.pos_ in ("NOUN", "PROPN")]
+
+
+@functools.cache
+def warn_of_nouns():
+    warnings.warn("webshop: neither a spaCy model (python -m spacy download en_core_web_sm) nor title_nouns.json beside the catalogue: every word of a "
+                  "title that is not a stopword counts as a noun, which changes about one product's type in eight", stacklevel=2)
+
+
+def nouns_of(product):
+    known = guessed_nouns(product["title"])
+    if known is None:
+        known = product["nouns"]
+    if known is None:
+        warn_of_nouns()
+        known = [word for word in re.findall(r"[a-z]+", product["title"].lower()) if word not in STOPWORDS]
+    return known
+
+
+def type_reward(product, goal):
+    """1 for the kind of product that was asked for, down to 0."""
+    parts = lambda x: {part.strip() for part in x["product_category"].split("\u203a")}
+    bought, wanted = nouns_of(product), nouns_of(goal)
+    title = len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
+    if title < 0.1:
+        return 0.1 if title else 0.0
+    return 1.0 if product["query"] == goal["query"] or len(parts(product) & parts(goal)) >= 2 or title > 0.2 else 0.5
+
+
+def purchase_score(product, price, options, goal):
+    """The original's reward in [0, 1] of buying `product` at `price` with `options` {name: value} for `goal`."""
+    texts = [product["title"].lower(), " ".join(product["bullets"]).lower(), product["description"].lower()]
+    attributes = sum(any(token_set_ratio(has, wanted) > 85 for has in product["attributes"]) or any(wanted in text for text in texts)
+                     for wanted in goal["attributes"])
+    wanted = goal["options"]
+    wanted = [first_color(option) for option in (wanted.items() if isinstance(wanted, dict) else wanted)]
+    chosen = [first_color(value) for value in options.values()]
+    matched = sum(any(token_set_ratio(has, str(option)) > 85 for has in chosen) for option in wanted)
+    share = (attributes + matched + (price <= goal["price_upper"])) / (len(goal["attributes"]) + len(wanted) + 1)
+    return float(share * type_reward(product, goal))
+
+
+# ---- the pages
+
+BACK, PREV, NEXT = ("Back to Search", "button"), ("< Prev", "button"), ("Next >", "button")
+SUBPAGES = ("description", "features", "reviews")
+DONE_TEXT = ["Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)", "Purchased", "asin", None, "options", None,
+             *"attrs None category None query None".split(), "product category", "None", "Target", "asin", "options", "attrs", "price upper",
+             "instuction text", "category", "product category", "query", "Goal ", "None", "Reward", "Your score (min 0.0, max 1.0)", None,
+             "Reward Details ", "None"]
+
+
+def price_tag(product):
+    return " to ".join(f"${price}" for price in product["prices"])
+
+
+class WebShop:
+    """The shop. A task id is a goal's number in the original's order. The observation is the page as the original's text environment gives
+    it (mode `text` or `text_rich`); score is the original's reward of the step, between 0 and 1, and the step that buys with a score of exactly
+    1 pays REWARD. Departures: the README lists them."""
+
+    fallback, flags, horizon, graded = 20, ("data", "goals", "horizon"), 15, True
+    held_out, categories, episode = ("test", 500), SHELVES, ShopEpisode
+
+    def __init__(self, data=None, goals="synthetic", seed=0, mode="text", horizon=horizon):
+        if horizon < 1:
+            raise ValueError(f"webshop: horizon must be at least 1, got {horizon}")
+        if mode not in ("text", "text_rich"):
+            raise ValueError(f"webshop: unknown mode {mode!r}; known: text, text_rich")
+        self.catalogue = catalogue_of(webshop_root(data))
+        self.goals, self.mode, self.horizon = goals_of(self.catalogue, goals, seed), mode, horizon
+
+    def reset(self, task):
+        try:
+            number = int(task)
+        except (TypeError, ValueError):
+            raise ValueError(f"webshop: a task is the number of a goal, got {task!r}") from None
+        if not 0 <= number < len(self.goals):
+            raise ValueError(f"webshop: no goal {number}; there are {len(self.goals)}, from 0")
+        self.goal, self.target = self.goals[number], int(self.goals.products[number])
+        self.steps, self.score, self.rng = 0, 0.0, None
+        self.go_home()
+        return self.observation(), self.info()
+
+    def info(self):
+        actions = [f"click[{x}]" for x in self.clickables()]
+        return {"admissible": ["search[<your query>]"] * (self.page == "search") + actions, "task": self.goal["text"],
+                "category": self.goal["category"], "won": self.score == 1.0, "score": self.score}
+
+    def step(self, action):
+        self.score, bought = 0.0, False
+        what = re.match(r"(.+)\[(.+)\]", action)
+        name, x = (what[1], what[2].lower()) if what else (None, None)
+        if name == "search":
+            self.look_up(x.split(" "), 1)
+        elif name == "click" and x != "search" and x in self.clickables():
+            bought = self.click(x)
+        self.steps += 1
+        return self.observation(), REWARD * (self.score == 1.0), bought, self.steps >= self.horizon and not bought, self.info()
+
+    # ---- what can be done
+    def go_home(self):
+        self.page, self.keywords, self.page_number, self.item, self.options, self.visited = "search", [], 1, None, {}, set()
+
+    def look_up(self, keywords, number):
+        """The results page `number` of a search."""
+        self.page, self.keywords, self.page_number, self.item, self.options = "results", keywords, number, None, {}
+        self.hits = self.find(keywords)
+        self.shown = self.hits[10 * (number - 1):10 * number]
+
+    def find(self, keywords):
+        """Products for a query, best first. The original's three special first words are kept: <r> draws fifty, <c> and <q> name a
+        category or a product's own query."""
+        shelf = self.catalogue
+        if keywords[0] == "<r>":
+            if self.rng is None:  # where the original's stream stands when its first episode begins
+                self.rng = random.Random(233)
+                self.rng.shuffle(list(range(len(self.goals))))
+                [self.rng.random() for _ in range(11)]
+            return self.rng.sample(range(len(shelf)), min(50, len(shelf)))
+        if keywords[0] in ("<c>", "<q>"):
+            word = keywords[1] if keywords[0] == "<c>" and keywords[1:] else " ".join(keywords[1:])
+            return np.flatnonzero((shelf.categories if keywords[0] == "<c>" else shelf.queries) == keys_of([word.strip()])[0]).tolist()
+        return shelf.search(" ".join(keywords))
+
+    def click(self, x):
+        """Follows a clickable; true where that was a purchase."""
+        if x == "buy now":
+            self.page = "done"
+            self.score = self.paid = purchase_score(self.catalogue.product(self.item), self.goals.prices[self.item], self.options, self.goal)
+            return True
+        if x == "back to search":
+            self.go_home()
+        elif x in ("next >", "< prev") and self.page == "results":
+            self.look_up(self.keywords, self.page_number + (1 if x == "next >" else -1))
+        elif x == "< prev" and self.page == "item":
+            self.look_up(self.keywords, self.page_number)
+        elif x in SUBPAGES and self.page == "item":
+            self.page = x
+        elif self.page == "results":
+            self.page, self.item = "item", next(n for n in self.shown if self.catalogue.product(n)["asin"].lower() == x)
+            self.visited.add(self.item)
+        else:
+            if x != "< prev":  # of a sub-page, which leads back to the product
+                self.options[self.owners(self.item)[x]] = x
+            self.page = "item"
+        return False
+
+    def owners(self, item):
+        """Option value -> its option's name, of two the last."""
+        return {value: name for name, values in self.catalogue.product(item)["options"].items() for value in values}
+
+    def clickables(self):
+        nodes = self.nodes()
+        return list(dict.fromkeys([text.lower() for kind in ("button", "link") for text, what in nodes if what == kind]
+                                  + [text for text, what in nodes if what == "label"]))
+
+    # ---- what can be seen
+    def nodes(self):
+        """The page's pieces of text in their order: (text, button, link, label or nothing)."""
+        plain = lambda *texts: [(text, "") for text in texts]
+        if self.page == "search":
+            return plain("WebShop", "Instruction: ", self.goal["text"]) + [("Search", "button")]
+        top = plain("Instruction:", self.goal["text"]) + [BACK]
+        if self.page == "results":
+            out = top + plain(f"Page {self.page_number} (Total results: {len(self.hits)})") + [PREV] * (self.page_number > 1) + [NEXT]
+            for product in map(self.catalogue.product, self.shown):
+                out += [(product["asin"], "link")] + plain(product["title"], price_tag(product))
+            return out
+        product = self.catalogue.product(self.item)
+        if self.page == "item":
+            out = top + [PREV]
+            for name, values in product["options"].items():
+                out += plain(name) + [(value, "label") for value in values]
+            return (out + plain(product["title"], f"Price: {price_tag(product)}", "Rating: N.A.")
+                    + [(x, "button") for x in ("Description", "Features", "Reviews", "Buy Now")])
+        if self.page == "done":
+            options = json.dumps(self.options, sort_keys=True)
+            for c in "<>&'":
+                options = options.replace(c, f"\\u{ord(c):04x}")
+            blanks = iter((product["asin"], options, str(self.paid)))
+            return plain(*(next(blanks) if text is None else text for text in DONE_TEXT))
+        return top + [PREV] + plain(*{"description": [product["description"]], "features": [f" {b}" for b in product["bullets"]], "reviews": []}[self.page])
+
+    def observation(self):
+        nodes = []
+        for text, kind in self.nodes():
+            if not text.strip(" \t\n\f\r"):
+                text = "" if "\n" in text else text[:1] and " "
+            if text:
+                nodes.append((text, kind))
+        if self.mode == "text":
+            return " [SEP] ".join(text.strip() for text, _ in nodes)
+        # an option counts as chosen where the page's address has it in quotes
+        address, chosen, out = f"{'+'.join(self.keywords)}/{self.page_number}/{json.dumps(self.options)}", "", ""
+        for text, kind in nodes:
+            clicked = f'"{text}"' in address if kind == "label" else kind == "link" and any(
+                self.catalogue.product(n)["asin"] == text for n in self.visited)
+            if clicked and kind == "label":
+                chosen = f"You have clicked {text}.\n" + chosen
+            mark = "clicked button" if clicked else "button"
+            indent = {"label": "  ", "link": "\n"}.get(kind, "")
+            out += (f"{indent}[{mark}] {text} [{mark}_]" if kind else text) + "\n"
+        return chosen + out
+
+    # ---- the demonstrator
+    def expert(self):
+        """What is left to do to buy the goal from here, or None where that does not score 1: one synthetic goal in fifteen cannot be had so."""
+        product, options = self.catalogue.product(self.target), self.choices()
+        if self.page == "done" or purchase_score(product, self.goals.prices[self.target], options, self.goal) < 1:
+            return None
+        there = self.item == self.target
+        way = ["click[< prev]"] * (self.page in SUBPAGES) if there else self.way_to(product)
+        have = self.options if there else {}
+        buy = [f"click[{value}]" for name, value in options.items() if have.get(name) != value] + ["click[buy now]"]
+        return None if way is None else way + buy
+
+    def choices(self):
+        """{option: value} of the goal's product: the values that are asked for, or are most like it."""
+        out = {}
+        for wanted in self.goal["options"].items() if isinstance(self.goal["options"], dict) else self.goal["options"]:
+            word = wanted if isinstance(wanted, str) else wanted[1]
+            like = lambda value: (value == word, token_set_ratio(first_color(value), str(first_color(wanted))))
+            free = {value: name for value, name in self.owners(self.target).items() if name not in out}
+            best = max(free, key=like, default=None)
+            if best is not None and like(best) > (False, 85):
+                out[free[best]] = best
+        return out
+
+    def way_to(self, product):
+        """From any page to the product: through the results on the screen, or by the first query that finds it soonest."""
+        if self.page == "results" and self.keywords[0] != "<r>" and self.target in self.hits[10 * (self.page_number - 1):]:
+            start, hits = self.page_number, self.hits
+            way = []
+        else:
+            plain = lambda text: " ".join(text.split())
+            text = self.goal["text"].split(", and price lower than ")[0]
+            queries = [plain(q) for q in (text, text.split(" with ")[0], product["query"], product["title"], document(product)[:500])]
+            found = [(hits.index(self.target) // 10, n) for n, hits in enumerate(self.find(q.split(" ")) for q in queries) if self.target in hits]
+            if not found:
+                return None
+            start, query = 1, queries[min(found)[1]]
+            way, hits = [f"search[{query}]"], self.find(query.split(" "))
+        return way + ["click[next >]"] * (hits.index(self.target) // 10 + 1 - start) + [f"click[{product['asin'].lower()}]"]
+
+
 ENVS = {"house": (House, lambda split, **_: house_tasks(split)),
-        "alfworld": (AlfWorld, lambda split, data=None, **_: alfworld_tasks(split, data))}
+        "alfworld": (AlfWorld, lambda split, data=None, **_: alfworld_tasks(split, data)),
+        "webshop": (WebShop, lambda split, mode=None, horizon=None, **options: webshop_tasks(split, **options))}
 
 
 def known(name):
+    """The class of an environment, with what holds for all of its games."""
     if name not in ENVS:
         raise ValueError(f"unknown environment {name!r}; known: {', '.join(ENVS)}")
-    return ENVS[name]
+    return ENVS[name][0]
 
 
 def make_env(name, **options):
-    """house: places, objects, horizon. alfworld: data, horizon. Raises ValueError for unknown names and impossible numbers,
-    FileNotFoundError where the games are missing."""
-    return known(name)[0](**options)
+    """house: places, objects, horizon. alfworld: data, horizon. webshop: data, goals, seed, mode, horizon. Raises ValueError for unknown names
+    and impossible numbers, FileNotFoundError where the games are missing."""
+    return known(name)(**options)
 
 
 def tasks(name, split, **options):
-    """The sorted task ids of a split: house has train and test; alfworld train, valid_seen and valid_unseen."""
-    return known(name)[1](split, **options)
+    """The sorted task ids of a split: house has train and test; alfworld train, valid_seen and valid_unseen; webshop train, valid and test, and the
+    original's test_500, eval_1000 and train_rest."""
+    known(name)
+    return ENVS[name][1](split, **options)
 
 
-# ---------------------------------------------------------------------------------------------- prompts and actions
-
-ROLE = "You live in a text world and solve one household task in it by typing commands."
-ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, and nothing else, "
-          "inside <action> </action>.")
-FIRST = "{role}\n{obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
-LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n{history}\n"
-         "Step {now}. What you see: {obs}\n\nCommands that work now: [{commands}].\n\n{answer}")
-RESPONSE = "<think> {thought} </think> <action> {action} </action>"  # how the demonstrator answers
-PAST = "What you saw: {obs}\nWhat you did: {action}"
-FULL_FIRST = ("{role}\n{obs}\n\nThese commands always work: [{always}].\nOther commands that work now: [{commands}].\n\n{answer} "
-              "Answer every later message in the same way.")
-FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
+def options_for(name, given):
+    """Those of the settings `given` that an environment is made with."""
+    return {k: given[k] for k in known(name).flags if given.get(k) is not None}
 
 
-def quoted(commands):
-    return ", ".join(f"'{c}'" for c in commands if c != "help")
+def default_workers(name, ranks=1):
+    """Processes that play: none for the house, which is quick; else one per core, at most 16, shared by the ranks of this machine."""
+    return 0 if name == "house" else max(1, min(16, os.cpu_count() // ranks))
 
 
-class Episode:
-    """What the agent knows of one game, and the two ways of showing it. `took` moves it on by one turn."""
-
-    def __init__(self, obs, info):
-        self.obs, self.info, self.history = obs, info, []
-        self.always = [c for c in info["admissible"] if c.startswith("go to ") or c in ("inventory", "look")]
-
-    def took(self, action, obs, info):
-        self.history.append((self.obs, action))
-        self.obs, self.info = obs, info
-
-    def window_prompt(self, k=2):
-        """--context window: one message, rebuilt every turn, with the last k observations and (parsed) actions."""
-        common = {"role": ROLE, "answer": ANSWER, "obs": self.obs.strip(), "commands": quoted(self.info["admissible"])}
-        if not self.history:
-            return FIRST.format(**common)
-        n = len(self.history)
-        past = "\n".join(PAST.format(obs=o.strip(), action=a) for o, a in self.history[max(0, n - k):])
-        return LATER.format(**common, task=self.info["task"], steps=n, history=past, now=n + 1)
-
-    def full_prompt(self):
-        """--context full: only what is new; what holds for the whole episode is said in the first message."""
-        commands = quoted(c for c in self.info["admissible"] if c not in self.always)
-        template = FULL_LATER if self.history else FULL_FIRST
-        return template.format(role=ROLE, answer=ANSWER, obs=self.obs.strip(), commands=commands, always=quoted(self.always))
-
-
-def parse_action(text, fallback):
-    """-> (action, valid). The lower-cased text between the first <action> and the first </action>; valid where both tag
-    pairs are there and no CJK character is. Without action tags the last `fallback` characters are the action."""
-    low = text.lower()
-    start, end = low.find("<action>"), low.find("</action>")
-    if start < 0 or end < start:
-        return low[-fallback:], False
-    thought = 0 <= low.find("<think>") < low.find("</think>")
-    return low[start + len("<action>"):end].strip(), thought and not re.search(r"[\u4e00-\u9fff]", text)
+# ------------------------------------------------------------------------------- the tiny model's words, demonstrations
 
 
 def phrases():
@@ -634,7 +1365,7 @@ class Pool:
     UNANSWERED = 16  # at most so many at a worker: were the pipes full both ways, each side would wait for the other forever
 
     def __init__(self, name, options=None, workers=0):
-        self.name, self.options, self.fallback = name, options or {}, known(name)[0].fallback
+        self.name, self.options, self.env = name, options or {}, known(name)
         self.local = None if workers else Games(name, self.options)
         self.procs, self.conns, self.outbox, self.open = [None] * workers, [None] * workers, [None] * workers, [0] * workers
         self.seats, self.keys, self.answers, self.loading = {}, {}, {}, {}  # by key; key by number; by key; workers by task
@@ -779,13 +1510,16 @@ def worker_main():
 
 
 def wander(env, task, steps):
-    """A reset and random steps, one in ten of which the game cannot use -> (what was answered, seconds of the reset, seconds of each step)."""
+    """A reset and random steps, one in ten of which the game cannot use -> (what was answered, seconds of the reset, seconds of each step).
+    In the shop it searches for words of its task."""
     rng, clock = random.Random(task), time.perf_counter
     began = clock()
     obs, info = env.reset(task)
     said, reset, seconds = [(obs, info)], clock() - began, []
     while len(seconds) < steps:
         command = rng.choice(info["admissible"]) if rng.random() < 0.9 else "dance"
+        if command.startswith("search["):
+            command = f"search[{' '.join(rng.sample(info['task'].split(), 4))}]"
         began = clock()
         said.append(env.step(command))
         seconds.append(clock() - began)
@@ -807,10 +1541,11 @@ def bench(name, options, games, steps, workers):
         for kind, env in envs.items():
             played[kind].append(wander(env, task, steps))
     middle = lambda xs: sorted(xs)[len(xs) // 2]
-    times = {kind: (middle([reset for _, reset, _ in runs]), middle([s for _, _, seconds in runs for s in seconds])) for kind, runs in played.items()}
-    print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}   medians of {len(few)} games, {sum(len(said) for said, _, _ in played['ours'])} answers")
+    steps = {kind: [s for _, _, seconds in runs for s in seconds] for kind, runs in played.items()}
+    times = {kind: (middle([reset for _, reset, _ in runs]), middle(steps[kind])) for kind, runs in played.items()}
+    print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}{'steps a second':>16}   medians of {len(few)} games; the mean over {len(steps['ours'])} steps")
     for kind, (reset, step) in times.items():
-        print(f"{kind:8}{1000 * reset:20.2f}{1000 * step:12.3f}")
+        print(f"{kind:8}{1000 * reset:20.2f}{1000 * step:12.3f}{len(steps[kind]) / sum(steps[kind]):16.0f}")
     if "stock" in times:
         same = sum(json.dumps(a[0]) == json.dumps(b[0]) for a, b in zip(*played.values()))
         print(f"{'times':8}{times['stock'][0] / times['ours'][0]:20.1f}{times['stock'][1] / times['ours'][1]:12.1f}"
@@ -846,11 +1581,11 @@ def play(env, task):
             typed = input("> ").strip().lower()
         except EOFError:
             return print()
-        action = typed or (env.expert() or ["look"])[0]
+        action = typed or (env.expert() or info["admissible"])[0]
         obs, reward, terminated, truncated, info = env.step(action)
         print(("" if typed else f"(the expert: {action})\n") + obs.strip())
         over = terminated or truncated
-    print(f"\n{'Won' if info['won'] else 'Out of time'}: reward {reward:g}")
+    print(f"\n{'Won' if info['won'] else 'Over' if terminated else 'Out of time'}: reward {reward:g}, score {info['score']:.3g}")
 
 
 def main():
@@ -859,13 +1594,14 @@ def main():
     add("--env", default="house")
     add("--split", default="train")
     add("--task", type=int, default=0, help="which game of the split")
-    add("--data", help="alfworld: the folder that holds json_2.1.1")
+    add("--data", help="alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue")
+    add("--goals", default="synthetic", help="webshop: synthetic or human")
     add("--bench", action="store_true", help="measure instead: load, reset and step, beside TextWorld's own engine for alfworld, then 128 games in the pool")
     add("--steps", type=int, default=50, help="--bench: random steps a game")
     add("--workers", type=int, default=2, help="--bench: processes of the pool")
     args = parser.parse_args()
-    options = {"data": args.data} if args.env == "alfworld" else {}
     try:
+        options = options_for(args.env, vars(args))
         games = tasks(args.env, args.split, **options)
         if not 0 <= args.task < len(games):
             raise ValueError(f"--task must be from 0 to {len(games) - 1}")

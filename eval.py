@@ -2,10 +2,11 @@
 
     python eval.py --model runs/house-tiny-0                             a run of train.py: its final model (or checkpoint), its environment
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
+    python eval.py --model runs/webshop-tiny-0 --split test_500          in the shop: score and success
     python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: every seed thin, the mean thick
 
-Every game of the split is played exactly once (--repeats: so many times), in sorted order; success is printed in the paper's
-columns with n and a 95 % Wilson interval. Writes OUT (a JSON report) and beside it one line per episode (.jsonl).
+Every game of the split is played exactly once (--repeats: so many times), in sorted order; success, and in the shop the score, are
+printed in the paper's columns with n and a 95 % interval (Wilson's for success). Writes OUT (a JSON report) and beside it one line per episode (.jsonl).
 
 Departure from the paper: it draws its test games with replacement (128 draws hold about 84 of valid_seen's 140 games).
 """
@@ -35,7 +36,7 @@ def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, max_pro
                         max_prompt=max_prompt, max_context=max_context, bar=bar)
     for _, mine in itertools.groupby(turns, lambda t: t.traj):
         mine = list(mine)
-        records.append({"task": mine[-1].task, "category": envs.CATEGORIES.get(mine[-1].category, mine[-1].category),
+        records.append({"task": mine[-1].task, "category": pool.env.categories.get(mine[-1].category, mine[-1].category),
                         "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated, "outgrown": mine[-1].outgrown,
                         "valid_actions": float(np.mean([not t.invalid for t in mine])),
                         "actions": [t.action for t in mine], "responses": [t.text for t in mine]})
@@ -52,21 +53,30 @@ def wilson(k, n):
 
 
 def report(records):
-    """Success with n and interval, and by category."""
+    """Success with n and interval, the mean score with the half of its 95 % interval, and success by category."""
     def share(rows):
         won = sum(r["won"] for r in rows)
         return {"success": won / max(1, len(rows)), "n": len(rows), "interval": [round(x, 4) for x in wilson(won, len(rows))]}
 
-    categories = {c: [r for r in records if r["category"] == c] for c in envs.CATEGORIES.values()}
+    columns = [*envs.CATEGORIES.values(), *envs.SHELVES.values()]
+    columns += sorted({r["category"] for r in records} - {*columns})
+    categories = {c: [r for r in records if r["category"] == c] for c in columns}
     shares = {c: share(rows) for c, rows in categories.items() if rows}
-    return share(records) | {"success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
+    scores = [r["score"] for r in records] or [0.0]
+    return share(records) | {"score": float(np.mean(scores)), "score_half": float(1.96 * np.std(scores) / math.sqrt(len(scores))),
+                             "success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
                              "turns": float(np.mean([r["turns"] for r in records])) if records else 0.0}
 
 
-def table(rows):
-    """{title: report} -> the paper's columns as text."""
-    names = list(envs.CATEGORIES.values())
-    width = max(map(len, rows)) + 2
+def table(rows, env):
+    """{title: report} -> the paper's columns for an environment, as text."""
+    names, width = list(env.categories.values()), max(map(len, rows)) + 2
+    if env.graded:
+        lines = [" " * width + f"{'Score':>13}{'Success':>15}{'n':>6}   +- half a 95 % interval"]
+        for title, r in rows.items():
+            half = (r["interval"][1] - r["interval"][0]) / 2
+            lines.append(f"{title:{width}}{100 * r['score']:6.1f} +- {100 * r['score_half']:3.1f}{100 * r['success']:8.1f} +- {100 * half:3.1f}{r['n']:6}")
+        return "\n".join(lines)
     lines = [" " * width + "".join(f"{c:>8}" for c in names) + f"{'All':>8}{'n':>6}   95 %"]
     for title, r in rows.items():
         cells = [f"{100 * r['by_category'][c]['success']:8.1f}" if c in r["by_category"] else f"{'-':>8}" for c in names]
@@ -147,9 +157,10 @@ def main():
                                      allow_abbrev=False)
     add = parser.add_argument
     add("--model", help="a run of train.py, a model folder, a hub id or a bare name; tiny is an untrained model")
-    add("--env", help="house or alfworld (default: the run's, else house)")
-    add("--split", help="default: test (house), valid_seen (alfworld)")
-    add("--data", help="alfworld: the folder that holds json_2.1.1")
+    add("--env", help="house, alfworld or webshop (default: the run's, else house)")
+    add("--split", help="default: test (house, webshop), valid_seen (alfworld); webshop has the original's test_500 too")
+    add("--data", help="alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue")
+    add("--goals", help="webshop: synthetic or human (default: the run's, else synthetic)")
     add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=int, default=1, help="times every game is played")
     add("--temperature", type=float, default=0.4, help="0 is greedy")
@@ -176,7 +187,7 @@ def main():
 def evaluate(args):
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
-    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512, "max_prompt": 2048}
+    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512}
     folder = args.model
     weights = next((p for p in (os.path.join(folder, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), None)
     is_run = weights is not None and os.path.isfile(os.path.join(folder, "config.json"))
@@ -186,17 +197,19 @@ def evaluate(args):
         folder = weights
     setting = run | {k: v for k, v in vars(args).items() if v is not None}
     env = setting["env"]
-    names = ("places", "objects", "horizon") if env == "house" else ("data", "horizon")
-    options = {k: setting[k] for k in names if setting.get(k) is not None and (k != "horizon" or args.horizon or run["env"] == env)}
+    if run["env"] != env and not args.horizon:
+        setting["horizon"] = None  # not the other environment's
+    setting.setdefault("max_prompt", 4096 if env == "webshop" else 2048)
+    options = envs.options_for(env, setting)
     for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
         if setting[name] < least:
             raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
-    split = args.split or ("test" if env == "house" else "valid_seen")
+    split = args.split or envs.known(env).held_out[0]
     games = spaced(envs.tasks(env, split, **options), args.limit)
     envs.make_env(env, **options)
     lm = load(folder, words=envs.words())
     workers = setting.get("workers")
-    pool = envs.Pool(env, options, (0 if env == "house" else min(16, os.cpu_count())) if workers is None else workers)
+    pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
     sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
     out = args.out or (os.path.join(args.model, f"eval-{split}.json") if is_run else "eval.json")
     out = out if out.endswith(".json") else os.path.join(out, "eval.json")
@@ -212,7 +225,7 @@ def evaluate(args):
         json.dump(result, file, indent=1)
     with open(os.path.splitext(out)[0] + ".jsonl", "w") as file:
         file.writelines(json.dumps(r) + "\n" for r in records)
-    print(table({f"{os.path.basename(args.model.rstrip('/'))}, {split}, T = {args.temperature:g}": result}))
+    print(table({f"{os.path.basename(args.model.rstrip('/'))}, {split}, T = {args.temperature:g}": result}, envs.known(env)))
     outgrown = sum(r["outgrown"] for r in records)
     if outgrown:
         print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit (--max_prompt, --max_context)")

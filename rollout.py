@@ -20,7 +20,6 @@ Departures from the paper: none. Symbols: R rows, T tokens, S longest sequence, 
 """
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections import deque
@@ -526,17 +525,17 @@ class Play:
     def over(self):
         return bool(self.turns) and self.turns[-1].done
 
-    def hear(self, answer):
+    def hear(self, answer, env):
         """The game's answer, to the start or to an action: what happened is written down as a Turn."""
         obs, *outcome, info = answer
         if not outcome:
-            self.episode = envs.Episode(obs, info)
+            self.episode = env.episode(obs, info)
             return
         (prompt, ids), (response, text, action, valid), (reward, terminated, truncated) = self.asked, self.said, outcome
         self.turns.append(Turn(
             traj=self.traj, turn=len(self.turns), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
             reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
-            admissible=action in self.episode.info["admissible"], won=info["won"], score=info["score"], task=self.task,
+            admissible=self.episode.accepts(action), won=info["won"], score=info["score"], task=self.task,
             category=info["category"], prompt=prompt, text=text, action=action))
         self.episode.took(action, obs, info)
 
@@ -596,7 +595,7 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
         while thinking and (most_think or thinking[0][1] + PATIENCE <= sampler.steps):
             heard.append(thinking.popleft()[0])
         for play, answer in zip(heard, pool.gather(play.traj for play in heard)):
-            play.hear(answer)
+            play.hear(answer, pool.env)
             if not play.over:
                 ask(play)
             if play.over:
@@ -607,7 +606,7 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
                     begin()
                     pool.load([waiting[SOON - 1].task] if len(waiting) >= SOON else [])
         for traj, response in sampler.run(thinking[0][1] + PATIENCE - sampler.steps if thinking else None):
-            pool.step(traj, by_name[traj].speak(response, lm, pool.fallback))
+            pool.step(traj, by_name[traj].speak(response, lm, pool.env.fallback))
             thinking.append((by_name[traj], sampler.steps))
     sampler.forget()
     return [turn for play in plays for turn in play.turns]
@@ -697,7 +696,7 @@ def play_games(lm, env, options, games, max_new, compile):
     for context in ("window", "full"):
         first = None
         for engine in ("hf", "kv"):
-            pool = envs.Pool(env, options, 0 if env == "house" else min(16, os.cpu_count()))
+            pool = envs.Pool(env, options, envs.default_workers(env))
             sampler, began = Sampler(lm, engine, context, max_new, compile=compile), time.perf_counter()
             turns = rollout(sampler, games, pool, history=2)
             seconds, tokens = time.perf_counter() - began, [t.action_ids for t in turns]
@@ -720,15 +719,15 @@ def main():
     add("--repeats", type=int, default=3)
     add("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", choices=("float32", "bfloat16"))
     add("--compile", action="store_true", help="torch.compile kv's decoding step")
-    add("--env", default="house", help="house, alfworld, or none")
-    add("--data", help="alfworld: the folder that holds json_2.1.1")
+    add("--env", default="house", help="house, alfworld, webshop, or none")
+    add("--data", help="alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue")
     add("--horizon", type=int, default=8, help="turns a game may take")
     args = parser.parse_args()
     for name, least in (("rows", 1), ("prompt", 2), ("new", 9), ("repeats", 1), ("horizon", 1), ("mean", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}")
     try:
-        options = {"horizon": args.horizon} | ({"data": args.data} if args.env == "alfworld" else {})
+        options = {} if args.env == "none" else envs.options_for(args.env, vars(args))
         games = envs.tasks(args.env, "train", **options)[:args.rows] if args.env != "none" and not args.random_weights else []
         lm = load(args.model, words=envs.words(), dtype=getattr(torch, args.dtype), random_weights=args.random_weights)
         print(f"{args.model}: {sum(p.numel() for p in lm.model.parameters()) / 1e6:.1f} M parameters, {args.dtype} on "

@@ -1,4 +1,5 @@
-"""The tests. No download, no GPU; what needs ALFWorld's games looks at ALFWORLD_DATA and is skipped, visibly, where that is unset.
+"""The tests. No download, no GPU; what needs ALFWorld's games or WebShop's catalogue looks at ALFWORLD_DATA and WEBSHOP_DATA and is skipped,
+visibly, where those are unset.
 
 References are plain loops in float64 written from the paper. They share no helper with the code they check.
     python -m pytest -q
@@ -852,6 +853,448 @@ def test_alfworld_has_all_its_games_and_the_expert_wins_them(split, size, played
         check_alfworld(make_env("alfworld"), ids[number])
 
 
+# -------------------------------------------------------------------------------------------------------------- webshop
+
+needs_catalogue = pytest.mark.skipif(not os.environ.get("WEBSHOP_DATA"), reason="needs WEBSHOP_DATA, the folder of WebShop's catalogue")
+DRESS = {"asin": "B00DRESS01", "name": "Acme Women's Summer Dress", "full_description": "Light & airy.\nWash cold.", "small_description": ["Soft  cotton", "", " \n "],
+         "customization_options": {"Color": [{"value": "Red/White "}, {"value": "rectangular \"x\""}], "size": [{"value": "S"}, {"value": "L"}], "none": None},
+         "query": " Dresses ", "category": "fashion", "product_category": "Clothing \u203a Women \u203a Dresses", "pricing": "$19.99$1,029.50"}
+SHIRT = {"asin": "B00SHIRT02", "name": "Acme Shirt", "full_description": "", "small_description": "One bullet", "customization_options": "",
+         "query": "shirts", "category": "fashion", "product_category": "Clothing \u203a Men \u203a Shirts", "pricing": None}
+TASK = "Find me airy dresses with color: red | white, and size: s"
+
+
+def filler(n):
+    return SHIRT | {"asin": f"B{n:09d}", "name": f"Thing {n} gadget {'even' if n % 2 == 0 else 'odd'}", "pricing": f"${n % 90 + 1}.50"}
+
+
+def write_catalogue(folder, products=None, about=None, human=None):
+    """The three files as WebShop's download has them -> the folder, as a string."""
+    folder.mkdir(exist_ok=True)
+    about = about or {"B00DRESS01": {"attributes": ["airy", "machine wash"], "instruction": "Find me airy dresses", "instruction_attributes": ["airy"]},
+                      "B00SHIRT02": {"attributes": []}}
+    human = human or {"B00SHIRT02": [{"instruction": "a shirt.", "instruction_attributes": [], "instruction_options": []},
+                                     {"instruction": "i want a shirt..", "instruction_attributes": ["one bullet"], "instruction_options": []}]}
+    (folder / "items_shuffle.json").write_text(json.dumps(products or [DRESS, SHIRT] + [filler(n) for n in range(30)], indent=1))
+    (folder / "items_ins_v2.json").write_text(json.dumps(about))
+    (folder / "items_human_ins.json").write_text(json.dumps(human))
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path_factory, monkeypatch):
+    """Whatever a test's catalogue leaves behind goes where pytest clears up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "caches"))
+
+
+@pytest.fixture
+def shop_data(tmp_path, recwarn):
+    return write_catalogue(tmp_path / "shop")
+
+
+def goal_of(env, text):
+    return next(i for i in range(len(env.goals)) if env.goals[i]["text"].startswith(text))
+
+
+def test_shop_pages_as_text(shop_data):
+    env = make_env("webshop", data=shop_data)
+    obs, info = env.reset(goal_of(env, TASK))
+    task = info["task"]
+    assert {k: type(v) for k, v in info.items()} == INFO and info["category"] == "fashion" and (info["won"], info["score"]) == (False, 0.0)
+    assert obs == f"WebShop [SEP] Instruction: [SEP] {task} [SEP] Search" and info["admissible"] == ["search[<your query>]", "click[search]"]
+    obs, *outcome, info = env.step("search[summer dresses]")
+    top = f"Instruction: [SEP] {task} [SEP] Back to Search"
+    assert obs == f"{top} [SEP] Page 1 (Total results: 1) [SEP] Next > [SEP] B00DRESS01 [SEP] Acme Women's Summer Dress [SEP] $19.99 to $1029.5"
+    assert outcome == [0.0, False, False] and info["admissible"] == ["click[back to search]", "click[next >]", "click[b00dress01]"]
+    obs, *_, info = env.step("click[b00dress01]")
+    options = "color [SEP] red | white [SEP] rectangular \"x\" [SEP] size [SEP] s [SEP] l"
+    item = (f"{top} [SEP] < Prev [SEP] {options} [SEP] Acme Women's Summer Dress [SEP] Price: $19.99 to $1029.5 [SEP] Rating: N.A. [SEP] Description [SEP] "
+            "Features [SEP] Reviews [SEP] Buy Now")
+    assert obs == item and info["admissible"] == [f"click[{x}]" for x in (
+        "back to search", "< prev", "description", "features", "reviews", "buy now", "red | white", "rectangular \"x\"", "s", "l")]
+    assert env.step("click[Red | White]")[0] == item  # a chosen option does not show in this mode
+    obs, *_, info = env.step("click[features]")
+    assert obs == f"{top} [SEP] < Prev [SEP] Soft  cotton [SEP] " and info["admissible"] == ["click[back to search]", "click[< prev]"]  # ' \n ' is no text, '' is
+    assert env.step("click[< prev]")[0] == item and env.step("click[description]")[0] == f"{top} [SEP] < Prev [SEP] Light & airy.\nWash cold."
+    assert env.step("click[< prev]")[0] == item and env.step("click[reviews]")[0] == f"{top} [SEP] < Prev"
+    env.step("click[< prev]")
+    env.step("click[s]")
+    obs, reward, terminated, truncated, info = env.step("click[buy now]")
+    assert (reward, terminated, truncated, info["won"], info["score"], info["admissible"]) == (10.0, True, False, True, 1.0, [])
+    assert obs == ("Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] (Paste it in your MTurk interface.) [SEP] Purchased [SEP] asin [SEP] "
+                   "B00DRESS01 [SEP] options [SEP] {\"color\": \"red | white\", \"size\": \"s\"} [SEP] attrs [SEP] None [SEP] category [SEP] None [SEP] "
+                   "query [SEP] None [SEP] product category [SEP] None [SEP] Target [SEP] asin [SEP] options [SEP] attrs [SEP] price upper [SEP] "
+                   "instuction text [SEP] category [SEP] product category [SEP] query [SEP] Goal [SEP] None [SEP] Reward [SEP] "
+                   "Your score (min 0.0, max 1.0) [SEP] 1.0 [SEP] Reward Details [SEP] None")
+    assert env.step("dance")[0] == obs and env.step("search[shirt]")[0].startswith(top)  # the original goes on after a purchase
+
+
+def test_shop_pages_as_rich_text(shop_data):
+    env = make_env("webshop", data=shop_data, mode="text_rich")
+    obs, info = env.reset(goal_of(env, TASK))
+    top = f"Instruction:\n{info['task']}\n[button] Back to Search [button_]\n"
+    assert obs == f"WebShop\nInstruction: \n{info['task']}\n[button] Search [button_]\n"
+    results = (top + "Page 1 (Total results: 1)\n[button] Next > [button_]\n\n[{0}] B00DRESS01 [{0}_]\nAcme Women's Summer Dress\n$19.99 to $1029.5\n").format
+    assert env.step("search[dress]")[0] == results("button")
+
+    def item(first="", color="button", size="button"):
+        return (f"{first}{top}[button] < Prev [button_]\ncolor\n  [{color}] red | white [{color}_]\n  [button] rectangular \"x\" [button_]\nsize\n"
+                f"  [{size}] s [{size}_]\n  [button] l [button_]\nAcme Women's Summer Dress\nPrice: $19.99 to $1029.5\nRating: N.A.\n"
+                "[button] Description [button_]\n[button] Features [button_]\n[button] Reviews [button_]\n[button] Buy Now [button_]\n")
+    assert env.step("click[b00dress01]")[0] == item()
+    assert env.step("click[s]")[0] == item("You have clicked s.\n", size="clicked button")
+    assert env.step("click[red | white]")[0] == item("You have clicked s.\nYou have clicked red | white.\n", *["clicked button"] * 2)
+    assert env.step("click[rectangular \"x\"]")[0] == item("You have clicked s.\n", size="clicked button")  # the page's address has its quotes escaped
+    assert env.step("click[< prev]")[0] == results("clicked button") and env.step("click[b00dress01]")[0] == item()
+    env.step("click[back to search]")
+    assert env.step("search[\"s\" dress]")[0] == results("button")
+    assert env.step("click[b00dress01]")[0] == item("You have clicked s.\n", size="clicked button")  # ... and it holds the query
+
+
+NO_OPS = ["", "look", "search[]", "click[]", "Click[search]", " search[dress]", "search[a[b]c]", "search[[dress]]", "search[dress] click[x]", "search[]][[]", "click[search]", "click[b00dress01 ]", "search[\n]", "click[nothing]",
+          "buy now", "[x]", "click[< prev]", "se\narch[x]"]
+
+
+@pytest.mark.parametrize("action", NO_OPS)
+def test_what_the_shop_cannot_use_changes_nothing(shop_data, action):
+    env = make_env("webshop", data=shop_data)
+    before = env.reset(0)
+    obs, reward, terminated, truncated, info = env.step(action)
+    assert (obs, info) == before and (reward, terminated, truncated) == (0.0, False, False) and env.steps == 1
+
+
+@pytest.mark.parametrize("query", ["the and of", "   ", "[", "\u200b", "<a> wet", "<c>", "<q>", "!!!", "a" * 5000, "\ud800"])
+def test_a_query_without_words_finds_nothing(shop_data, query):
+    env = make_env("webshop", data=shop_data)
+    env.reset(0)
+    assert "Page 1 (Total results: 0)" in env.step(f"search[{query}]")[0]
+
+
+def test_brackets_special_words_and_endless_pages(shop_data):
+    env = make_env("webshop", data=shop_data, horizon=10 ** 6)
+    env.reset(0)
+    assert all("Total results: 1)" in env.step(action)[0] for action in ("search[dress]", "search[DRESS] and more", "search[dress]]", "search[<a> dress]"))
+    assert "Total results: 32)" in env.step("search[<c> fashion]")[0] and "Total results: 1)" in env.step("search[<q> dresses]")[0]
+    drawn = env.step("search[<r>]")[0]
+    assert "Total results: 32)" in drawn and env.step("search[<r>]")[0] != drawn
+    obs, *_, info = env.step("search[gadget]")
+    assert "Total results: 30)" in obs and info["admissible"][:2] == ["click[back to search]", "click[next >]"] and len(info["admissible"]) == 12
+    first = [a for a in info["admissible"] if a.startswith("click[b0")]
+    for page in range(2, 300):
+        obs, *_, info = env.step("click[next >]")
+        assert f"Page {page} (Total results: 30)" in obs and "click[< prev]" in info["admissible"]
+        assert sum(a.startswith("click[b0") for a in info["admissible"]) == 10 * (page < 4)
+    for page in range(298, 0, -1):
+        obs, *_, info = env.step("click[< prev]")
+    assert [a for a in info["admissible"] if a.startswith("click[b0")] == first and "click[< prev]" not in info["admissible"]
+    env.step("click[next >]")
+    shown = env.step("click[next >]")
+    env.step(shown[-1]["admissible"][3])
+    assert env.step("click[< prev]")[0] == shown[0]  # from a product back to the page it was found on
+
+
+def test_the_shop_closes_at_the_horizon(shop_data):
+    env = make_env("webshop", data=shop_data, horizon=3)
+    env.reset(0)
+    assert [env.step("dance")[2:4] for _ in range(3)] == [(False, False), (False, False), (False, True)]
+    env.reset(0)
+    for action in ("search[shirt]", "click[b00shirt02]"):
+        env.step(action)
+    assert env.step("click[buy now]")[2:4] == (True, False)
+
+
+def ratio_by_loop(a, b):
+    """token_set_ratio from its description: the best of three comparisons of sorted words."""
+    import difflib
+    words = [[], []]
+    for s, out in ((a, words[0]), (b, words[1])):
+        word = ""
+        for c in "".join(c for c in s if not 128 <= ord(c) <= 255) + " ":
+            if c.isalnum() or c == "_":
+                word += c.lower()
+            elif word:
+                out, word = (out.append(word) or out) if word not in out else out, ""
+    if not words[0] or not words[1]:
+        return 0
+    both = sorted(w for w in words[0] if w in words[1])
+    rests = [sorted(w for w in words[i] if w not in both) for i in (0, 1)]
+    texts = [" ".join(both), " ".join(both + rests[0]), " ".join(both + rests[1])]
+    return max(round(100 * difflib.SequenceMatcher(None, texts[i], texts[j]).ratio()) if texts[i] else 0 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("a, b, expected", [  # by thefuzz 0.19.0
+    ("x-large", "('size', 'x-large')", 100), ("large", "('size', 'x-large')", 100), ("light blue", "blue, light", 100), ("red", "blue", 29), ("", "x", 0),
+    ("long sleeve", "long sleeves", 96), ("a b c", "c d", 50), ("non slip", "slip resistant", 67), ("\u00e9 na\u00efve", "nave", 100), ("\u65e5\u672c x", "x", 100),
+    ("machine wash", "machine washable", 86), ("6x-large", "7x-large", 88)])
+def test_token_set_ratio(a, b, expected):
+    assert envs.token_set_ratio(a, b) == envs.token_set_ratio(b, a) == expected == ratio_by_loop(a, b)
+
+
+@SEEDS
+def test_purchase_score_equals_the_formula(seed):
+    rng = random.Random(seed)
+    word = lambda: rng.choice(["red", "blue wide", "tan", "large", "x-large", "fashion", "soft cotton", "slip on", "7 inch", "standard"])
+    for _ in range(200):
+        def thing():
+            return {"title": " ".join(word() for _ in range(3)), "description": word().upper(), "bullets": [word(), word()], "attributes": [word() for _ in range(2)],
+                    "query": rng.choice("ab"), "product_category": " \u203a ".join(rng.choices("pqrs", k=3)), "nouns": rng.choices("klmnopqrst", k=rng.randrange(13))}
+        product, wanted, human, price = thing(), thing(), rng.random() < 0.5, rng.uniform(1, 99)
+        names = rng.sample(["size", "color", "style"], rng.randrange(4))
+        wanted |= {"attributes": wanted["attributes"], "options": [word() for _ in names] if human else {n: word() for n in names}, "price_upper": 50.0}
+        bought = {n: word() for n in names[:rng.randrange(4)]}
+
+        got = 0
+        for attribute in wanted["attributes"]:
+            text = "\0".join([product["title"], " ".join(product["bullets"]), product["description"]]).lower()
+            got += attribute in text or max(ratio_by_loop(a, attribute) for a in product["attributes"]) > 85
+        asked = wanted["options"] if human else list(wanted["options"].items())
+        for option in asked:
+            paint = [c for c in envs.COLORS if (c in option if isinstance(option, str) else c == option[0] or c == option[1])]
+            target = paint[0] if paint else str(option)
+            for value in bought.values():
+                paint = [c for c in envs.COLORS if c in value]
+                if ratio_by_loop(paint[0] if paint else value, target) > 85:
+                    got += 1
+                    break
+        total = (got + (price <= 50)) / (len(wanted["attributes"]) + len(asked) + 1)
+        distinct, common = set(wanted["nouns"]), 0
+        for noun in distinct:
+            common += noun in product["nouns"]
+        title = common / len(wanted["nouns"]) if wanted["nouns"] else 0.2
+        paths = [{p for p in x["product_category"].replace(" ", "").split("\u203a")} for x in (product, wanted)]
+        kind_of = 1 if product["query"] == wanted["query"] or len(paths[0] & paths[1]) > 1 or title > 0.2 else 0.5
+        kind_of = 0 if title == 0 else 0.1 if title < 0.1 else kind_of
+        assert envs.purchase_score(product, price, bought, wanted) == pytest.approx(total * kind_of, abs=1e-12)
+
+
+WORDS = """o'neil's|o'neil 3.5|3.5 1,000|1,000 foo_bar|foo_bar u.s.a.|u.s.a a:b|a:b 18"|18 men-women|men+women and/or| dogs|dog the| ponies|poni
+running|run relational|relat hopping|hop biologically|biolog happy|happi sky|sky \u65e5\u672c|\u65e5+\u672c caf\u00e9s|caf\u00e9 \u2122|\u2122 \u2605wide|\u2605+wide as| is'| \U0001f468\u200d\U0001f4bc|\U0001f468\u200d\U0001f4bc \U0001f1e9\U0001f1ea|\U0001f1e9\U0001f1ea"""
+
+
+@pytest.mark.parametrize("pair", WORDS.split())
+def test_words_are_taken_apart_as_lucene_does(pair):
+    text, _, expected = pair.partition("|")
+    assert envs.terms(text) == [t for t in expected.split("+") if t]
+
+
+@SEEDS
+def test_search_equals_bm25_by_a_loop(tmp_path, seed):
+    rng = random.Random(seed)
+    words = [f"w{i}" for i in range(40)]
+    products = [SHIRT | {"asin": f"B{n:09d}", "name": " ".join(rng.choices(words, weights=range(1, 41), k=rng.randrange(1, 90)))} for n in range(120)]
+    rng.shuffle(products)
+    catalogue = envs.Catalogue(write_catalogue(tmp_path / "shop", products, {"x": {}}, {"x": []}))
+    texts = [(p["name"] + " one bullet").split() for p in products]
+
+    def kept(n):  # one byte: exact to 39, then steps of 2, 4, 8, ...
+        low, step = 40, 2
+        while n >= low + 8 * step:
+            low, step = low + 8 * step, 2 * step
+        return n if n < 40 else low + (n - low) // step * step
+    mean = sum(map(len, texts)) / len(texts)
+    for _ in range(20):
+        query = rng.choices(words, k=rng.randrange(1, 6))
+        scores = [0.0] * len(texts)
+        for term in query:  # a word said twice counts twice
+            df = sum(term in text for text in texts)
+            for d, text in enumerate(texts):
+                tf = text.count(term)
+                scores[d] += math.log(1 + (120 - df + 0.5) / (df + 0.5)) * tf / (tf + 0.9 * (0.6 + 0.4 * kept(len(text)) / mean)) if tf else 0
+        found = catalogue.search(" ".join(query))
+        best = sorted((d for d in range(120) if scores[d]), key=lambda d: (-round(scores[d], 5), products[d]["asin"]))
+        assert len(found) == min(50, len(best)) and [round(scores[d], 4) for d in found] == [round(scores[d], 4) for d in best[:50]]
+
+
+def test_equals_stand_in_the_order_of_their_asins(tmp_path):
+    products = [SHIRT | {"asin": f"B{n:09d}", "name": "same words"} for n in random.Random(0).sample(range(1000), 80)]
+    catalogue = envs.Catalogue(write_catalogue(tmp_path / "shop", products))
+    found = [catalogue.product(n)["asin"] for n in catalogue.search("same")]
+    assert found == sorted(p["asin"] for p in products)[:50]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 22])
+def test_a_file_is_read_the_same_in_any_pieces(tmp_path, chunk):
+    items = [{"a": "]\u00e9 \\ \" [", "b": [1, {"c": None}]}, {}, {"d": "\u65e5" * 50}]
+    (tmp_path / "x.json").write_text(" \n" + json.dumps(items, indent=2, ensure_ascii=False) if chunk > 1 else json.dumps(items), encoding="utf-8")
+    assert list(envs.json_items(str(tmp_path / "x.json"), chunk)) == items
+
+
+def test_prices_caps_and_the_order_of_goals_follow_the_originals_stream(tmp_path):
+    products = [DRESS | {"asin": f"B{n:09d}", "pricing": ["$5.00", "$12.00$80.00", None, "$985.00", "$1200.00"][n % 5]} for n in range(25)]
+    about = {p["asin"]: {"attributes": ["airy"], "instruction": "Find me x", "instruction_attributes": ["airy"]} for p in products[::2]}
+    env = make_env("webshop", data=write_catalogue(tmp_path / "shop", products, about), seed=7)
+    random.seed(7)  # the original: the global stream, products in order
+    prices = [random.uniform(12.0, 80.0) if n % 5 == 1 else {0: 5.0, 2: 100.0, 3: 985.0, 4: 1200.0}[n % 5] for n in range(25)]
+    goals = []
+    for n in range(0, 25, 2):
+        above = [10.0 * i for i in range(1, 100) if 10.0 * i > prices[n]][:4]
+        cap = sorted(random.sample(above, 2))[1] if len(above) >= 2 else None
+        for color in ("red | white", "rectangular \"x\""):
+            for size in ("s", "l"):
+                goals.append((f"B{n:09d}", f"Find me x with color: {color}, and size: {size}" + (f", and price lower than {cap:.2f} dollars" if cap else "")))
+    random.seed(233)
+    random.shuffle(goals)
+    assert [(env.goals[i]["asin"], env.goals[i]["text"]) for i in range(len(env.goals))] == goals and list(env.goals.prices) == prices
+    assert [env.goals[i]["text"] for i in range(9)] != [make_env("webshop", data=str(tmp_path / "shop"), seed=8).goals[i]["text"] for i in range(9)]
+
+
+def test_human_goals(shop_data):
+    env = make_env("webshop", data=shop_data, goals="human")
+    assert len(env.goals) == 1 and env.goals[0]["text"].startswith("i want a shirt, and price lower than 1") and env.goals[0]["options"] == []
+    env.reset("0000000")
+    for action in env.expert():
+        *_, info = env.step(action)
+    assert info["won"]
+
+
+def test_splits_share_no_product(tmp_path):
+    products = [DRESS | {"asin": f"B{n:09d}"} for n in range(60)]
+    about = {p["asin"]: {"instruction": "Find me x", "instruction_attributes": ["airy"]} for p in products}
+    data = write_catalogue(tmp_path / "shop", products, about)
+    env = make_env("webshop", data=data)
+    split = {name: tasks("webshop", name, data=data) for name in ("train", "valid", "test")}
+    bought = {name: {env.goals[int(i)]["asin"] for i in ids} for name, ids in split.items()}
+    assert sorted(sum(split.values(), [])) == [f"{i:07d}" for i in range(240)] and all(ids == sorted(ids) for ids in split.values())
+    assert all(split.values()) and sum(map(len, bought.values())) == 60 and len(bought["train"]) > 30
+    assert len(tasks("webshop", "test_500", data=data)) == 240
+    with pytest.raises(ValueError, match="no synthetic goal falls into"):
+        tasks("webshop", "train_rest", data=data)
+
+
+def test_the_expert_finds_its_way_from_anywhere(shop_data):
+    env = make_env("webshop", data=shop_data, horizon=50)
+    for i in range(len(env.goals)):
+        env.reset(i)
+        reachable, rng = env.expert() is not None, random.Random(i)
+        assert reachable == ("rectangular" not in env.goals[i]["text"])  # counts as 'tan', so the exact option does not match
+        for start in range(25):
+            _, info = env.reset(i)
+            for _ in range(start):
+                actions = [a for a in info["admissible"] if a != "click[buy now]"] + ["search[gadget]", "search[dress]", "search[shirt]"]
+                *_, info = env.step(rng.choice(actions))
+            for action in env.expert() or []:
+                assert action.startswith("search[") or action in info["admissible"]
+                *_, info = env.step(action)
+            assert info["won"] == reachable and (not reachable or env.expert() is None)
+
+
+def test_nouns_without_a_table_are_guessed_with_a_warning(shop_data):
+    envs.warn_of_nouns.cache_clear()
+    product = {"title": "The Red Shoes for 2 Men's feet", "nouns": None}
+    with pytest.warns(UserWarning, match="counts as a noun"):
+        assert envs.nouns_of(product) == ["red", "shoes", "men", "s", "feet"]
+    assert envs.nouns_of(product | {"nouns": ["shoes"]}) == ["shoes"]
+
+
+def test_broken_or_missing_shop_data_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("WEBSHOP_DATA", raising=False)
+    with pytest.raises(FileNotFoundError, match="WEBSHOP_DATA"):
+        make_env("webshop")
+    with pytest.raises(FileNotFoundError, match="items_shuffle_1000.json does not exist"):
+        tasks("webshop", "train", data=str(tmp_path))
+    whole = json.dumps([DRESS, SHIRT])
+    for n, (name, text, says) in enumerate([
+            ("items_shuffle", whole[:-30], "broken"), ("items_shuffle", "", "no JSON array"), ("items_shuffle", "{}", "no JSON array"), ("items_shuffle", "[]", "no product"),
+            ("items_shuffle", "[{}]", "product 0 .*asin"), ("items_shuffle", json.dumps([SHIRT, DRESS | {"small_description": 3}]), "product 1 "),
+            ("items_shuffle", json.dumps([DRESS | {"pricing": "$1.2.3"}]), "product 0 "), ("items_ins_v2", "{", "items_ins_v2.json is broken"),
+            ("items_ins_v2", "[]", "no JSON object"), ("items_human_ins", "x", "items_human_ins.json is broken")]):
+        folder = tmp_path / str(n)
+        write_catalogue(folder)
+        (folder / f"{name}.json").write_text(text)
+        with pytest.raises(ValueError, match=says):
+            make_env("webshop", data=str(folder))
+    (folder / "items_shuffle.json").write_bytes(b"[\xff\xfe")
+    (folder / "items_human_ins.json").write_text("{}")
+    with pytest.raises(ValueError, match="items_shuffle.json is broken"):
+        make_env("webshop", data=str(folder))
+    caches = os.path.join(os.environ["XDG_CACHE_HOME"], "sapo")
+    assert not [f for f in os.listdir(caches) if f.startswith("tmp")]  # nothing half made is left
+
+
+def test_impossible_shops_are_refused(shop_data):
+    for options, says in (({"mode": "html"}, "mode"), ({"goals": "all"}, "goals"), ({"horizon": 0}, "horizon")):
+        with pytest.raises(ValueError, match=says):
+            make_env("webshop", data=shop_data, **options)
+    env = make_env("webshop", data=shop_data)
+    for task in ("4", "-1", 4, "x", None, "1.5"):
+        with pytest.raises(ValueError, match="webshop: "):
+            env.reset(task)
+    with pytest.raises(ValueError, match="no split"):
+        tasks("webshop", "valid_seen", data=shop_data)
+
+
+def test_a_hundred_thousand_products(tmp_path, monkeypatch):
+    """The catalogue is read as a stream, its index is made once, and processes share it."""
+    folder = tmp_path / "shop"
+    write_catalogue(folder)
+    with open(folder / "items_shuffle.json", "w") as file:
+        file.write("[" + ",\n".join(json.dumps(p) for p in [DRESS, *map(filler, range(100_000)), DRESS]) + "]")
+    catalogue = envs.Catalogue(str(folder))
+    assert len(catalogue) == 100_001 and [catalogue.product(n)["asin"] for n in catalogue.search("thing 77777")][0] == "B000077777"
+    assert len(catalogue.search("gadget")) == 50
+    monkeypatch.setattr(envs.Catalogue, "build", lambda self: pytest.fail("made again"))
+    again = envs.Catalogue(str(folder))
+    assert again.search("summer dress") == catalogue.search("summer dress") == [0]
+    (folder / "items_human_ins.json").write_text("{ }  ")
+    with pytest.raises(pytest.fail.Exception):
+        envs.Catalogue(str(folder))  # other files, another index
+
+
+def test_shop_prompts(shop_data):
+    env = make_env("webshop", data=shop_data)
+    episode = envs.ShopEpisode(*env.reset(goal_of(env, TASK)))
+    task = env.goal["text"]
+    for text in (episode.window_prompt(), episode.full_prompt()):
+        assert text.count(task) == 1 and "What you see: 'Search'\n" in text and "'search[<your query>]', 'click[search]'" in text and envs.ANSWER in text
+    for action in ("search[dress]", "click[b00dress01]", "click[s]"):
+        assert episode.accepts(action)
+        obs, *_, info = env.step(action)
+        episode.took(action, obs, info)
+    assert not episode.accepts("click[m]") and not episode.accepts("dance") and episode.accepts("search[anything]")
+    text = episode.window_prompt(2)
+    assert text.count(task) == 1 and "Steps taken so far: 3." in text and "What you did: click[s]" in text and "What you did: search" not in text
+    assert "What you see: 'Back to Search' [SEP] '< Prev' [SEP] 'color' [SEP] 'red | white' [SEP]" in text
+    assert task not in episode.full_prompt() and envs.ANSWER not in episode.full_prompt() and "'click[buy now]'" in episode.full_prompt()
+    episode.obs = obs.replace("Acme", "A" * 13000)
+    assert "Steps taken" not in episode.window_prompt(2) and task in episode.window_prompt(2)
+
+
+LUCENE = {  # the first ten by Anserini 1.7.1 on WebShop's 1,000 products
+    "4k uhd media player with 5ghz wifi": "B09NMZS7HK B08QSNM69H B01MQH5VGR B00R249C5G B09SZ4RMNY B09SWLPPVQ B09NDGV4PL B08D8726MN B09SJ5YGMZ B09MHLS36W",
+    "women's faux fur lined winter jacket, x-large":
+        "B09KP78G37 B07ZXBGDXF B09MSZ4VS8 B09C8YNWWB B09GLVMLMS B000J3HZXS B0957XW92M B09QQP3356 B09S3BN15C B09PLBDCBY",
+    "100% vegan soy-free protein shake": "B07FYPSNH8 B08BPTT8MX B07FM9K5S3 B07HYF111T B08P28NXH3 B005P0T90C B08LQZ5BRC B089VWZB64 B09RFDP1C3 B07VQJM594",
+    "sugar free sugar free candies for kids": "B09RLQR5NP B001EHF3KK B07HYF111T B08LQZ5BRC B095TRCDXW B017MOAUGA B09M4C31FL B094JTNPWK B08X6N3L2Z B07F1JDWJP",
+    "usb-c charging cables 3.5 mm": "B07Z397262 B07H5GWRL4 B085VFMXMZ B09GRD2SK4 B09QQWRW2M B09J5HJ8DL B09GLVMLMS B09CPZH548 B0912H5LHP B08TGMZX1F",
+    "organic hair growth serum\u2122 \u2605 rollers":
+        "B09PY89B1S B09MDQ4HBT B08Q42DTN1 B09RFDP1C3 B008QA6YOC B09SHRV5JW B082WKKPDH B07CKTXS1J B09FYBZNQL B07K6TCDR9",
+    "b07 stainless steel water bottles o'neil's":
+        "B09B9QLDKD B07KY5X445 B09MM1S15K B0851Y9BDC B0892Y9F83 B07CXTNVRJ B08TGMZX1F B085LSKHM6 B09JNRTFGQ B087TR48KK"}
+
+
+@needs_catalogue
+@pytest.mark.parametrize("query", LUCENE)
+def test_search_finds_what_lucene_finds(query):
+    catalogue = envs.Catalogue(os.environ["WEBSHOP_DATA"])
+    assert [catalogue.product(n)["asin"] for n in catalogue.search(query)[:10]] == LUCENE[query].split()
+
+
+@needs_catalogue
+def test_the_thousand_products():
+    env = make_env("webshop")
+    sizes = [len(env.goals[i]["options"]) for i in range(len(env.goals))]
+    assert [sizes.count(n) for n in range(4)] == [185, 538, 4729, 1458] and len({env.goals[i]["asin"] for i in range(len(sizes))}) == 415
+    assert len(make_env("webshop", goals="human").goals) == 13
+    won = 0
+    for i in range(500):
+        env.reset(i)
+        for action in env.expert() or []:
+            *_, info = env.step(action)
+        won += env.score == 1.0
+    assert won == 480  # twenty of the first 500 goals cannot reach 1 by buying exactly what they ask for
+    assert [len(tasks("webshop", s)) for s in ("test_500", "eval_1000", "train_rest")] == [500, 1000, 5410]
+
+
 # ------------------------------------------------------------------------------------------ model and rollout
 
 
@@ -1396,6 +1839,20 @@ def test_training_leaves_everything_it_promises_and_eval_reads_it(tmp_path, monk
     assert "Pick2" in capsys.readouterr().out
     run_main(evaluation, monkeypatch, "--plot", tmp_path / "run", tmp_path / "run", "--out", tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_training_and_evaluating_in_the_shop(shop_data, tmp_path, monkeypatch, capsys, context):
+    flags = ["--env", "webshop", "--data", shop_data, "--horizon", 3, "--out", tmp_path / "run"]
+    monkeypatch.setattr(envs.WebShop, "held_out", ("test_500", 2))  # four goals are too few for three splits
+    monkeypatch.setattr(envs.Goals, "split", lambda self, split: list(range(len(self))))
+    run_main(train, monkeypatch, "--tasks", 3, "--iterations", 2, "--eval_games", 2, "--workers", 0, "--context", context, *flags)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(0 <= line["score"] <= 1 and set(line["success_by_category"]) == set(envs.SHELVES.values()) for line in lines)
+    assert re.search(r"Score +Success +n.*\nbefore SAPO, T = 0.4 +\d+\.\d \+- \d+\.\d +\d+\.\d \+- \d+\.\d +2\n", capsys.readouterr().out)
+    run_main(evaluation, monkeypatch, "--model", tmp_path / "run", "--limit", 2, "--workers", 1)
+    report = json.loads((tmp_path / "run" / "eval-test_500.json").read_text())
+    assert report["n"] == 2 and 0 <= report["score"] <= 1 and re.search(r"Score +Success", capsys.readouterr().out)
 
 
 def test_the_same_seed_trains_the_same_model(tmp_path, monkeypatch):

@@ -52,9 +52,10 @@ from sapo import explained_variance, normalize_advantages, sapo_loss, turn_targe
 class Config:
     """The paper's setting where it is known, the framework's it builds on (docs of verl-agent) where the paper is silent."""
 
-    env: str = "house"  # house or alfworld
+    env: str = "house"  # house, alfworld or webshop
     model: str = "tiny"  # tiny, a hub id, a bare name such as Qwen2.5-1.5B-Instruct, or a folder
-    data: str = None  # alfworld: the folder that holds json_2.1.1
+    data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue
+    goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL-SEED
     seed: int = 0
     iterations: int = 150
@@ -65,13 +66,13 @@ class Config:
     compile: bool = False  # torch.compile for kv's decoding step and for scoring
     dtype: str = None  # float32 or bfloat16 (with float32 master weights); default bfloat16 on a GPU, float32 elsewhere
     history: int = 2  # turns shown in a window prompt
-    horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld
+    horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld, 15 in webshop
     places: int = 5  # house: its size
     objects: int = 4
     max_new: int = 512  # tokens a response may take
     max_prompt: int = 2048  # tokens a window prompt may take
     max_context: int = None  # tokens a conversation may take; default the model's limit
-    workers: int = None  # processes that play; default none for house, one per core (at most 16) for alfworld
+    workers: int = None  # processes that play; default none for house, else one per core (at most 16)
 
     gamma: float = 0.95  # discount per turn
     lam: float = 0.95  # lambda of GAE over turns, Eq. 5
@@ -109,7 +110,7 @@ class Config:
     forget: float = 0.8  # share of demonstrations by the forgetful demonstrator (house)
     noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house)
 
-    eval_games: int = None  # games played before and after; default 192 (house), all 140 of valid_seen, or --tasks if that is below 64
+    eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); --tasks if that is below 64
     eval_temperature: float = 0.4
     save_every: int = 1  # iterations between checkpoints
     resume: bool = False  # go on with the run in --out from its last checkpoint; flags that are not given are the run's
@@ -118,6 +119,7 @@ class Config:
 
 TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
         "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
+WEBSHOP = {"max_prompt": 4096, "mini_batch": 64}  # its pages are long, its episodes short
 
 
 # Where the tiny model starts in the house. Made by: python train.py --warmup 5000 --iterations 0
@@ -125,22 +127,22 @@ START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tin
 
 
 def parse_config(argv=None):
-    """Flags -> Config. What --model tiny needs differently stands in TINY; a flag beats both."""
+    """Flags -> Config. What the environment or --model tiny needs differently stands in WEBSHOP and TINY; a flag beats all."""
     parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", allow_abbrev=False)
     told = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))  # the comments are the help
     for f in dataclasses.fields(Config):
         options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"action": "store_true"} if f.type is bool else {"type": f.type}
-        default = "" if f.type is bool or f.default is None else f" [{f.default}" + (f"; tiny: {TINY[f.name]}]" if f.name in TINY else "]")
+        default = "" if f.type is bool or f.default is None else f" [{f.default}" + "".join(f"; {name}: {its[f.name]}" for name, its in (("webshop", WEBSHOP), ("tiny", TINY)) if f.name in its) + "]"
         parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=(told.get(f.name, "") + default).replace("%", "%%"), **options)
     given = vars(parser.parse_args(argv))
     if given.get("resume"):
         given = stored_flags(given) | given
     model, env = given.get("model", Config.model), given.get("env", Config.env)
-    config = Config(**(TINY if model == "tiny" else {}) | given)
-    defaults = {"out": default_out(given), "horizon": 20 if env == "house" else 50,
-                "workers": 0 if env == "house" else max(1, min(16, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))),
+    config = Config(**(WEBSHOP if env == "webshop" else {}) | (TINY if model == "tiny" else {}) | given)
+    defaults = {"out": default_out(given), "horizon": envs.known(env).horizon,
+                "workers": envs.default_workers(env, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-                "eval_games": 192 if env == "house" else 140 if config.tasks >= 64 else config.tasks}
+                "eval_games": envs.known(env).held_out[1] if config.tasks >= 64 or env == "house" else config.tasks}
     config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
     check(config)
     return config
@@ -202,9 +204,7 @@ def check(config):
 
 
 def env_options(config):
-    if config.env == "house":
-        return {"places": config.places, "objects": config.objects, "horizon": config.horizon}
-    return {"data": config.data, "horizon": config.horizon}
+    return envs.options_for(config.env, vars(config))
 
 
 # ----------------------------------------------------------------------------------------------------- several ranks
@@ -450,7 +450,7 @@ def train(lm, pool, config, log):
                     break
             optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
             clock.lap("update")
-            metrics = summary(iteration, turns, values, steps, sampler, clock) | {"sampler_off": sampler_off}
+            metrics = summary(iteration, turns, values, steps, sampler, clock, pool.env.categories) | {"sampler_off": sampler_off}
             log(metrics, turns)
             if failed == 5:
                 raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
@@ -594,16 +594,16 @@ class Clock:
         return self.laps | {"time_total": time.time() - self.start}
 
 
-def summary(iteration, turns, values, steps, sampler, clock):
+def summary(iteration, turns, values, steps, sampler, clock, categories):
     """One line of metrics.jsonl, over all ranks."""
     v, q, returns = (torch.tensor(gather(x.tolist())) for x in values)
-    rows = gather([(t.won, t.category, t.done, t.truncated, t.invalid, t.admissible, t.outgrown) for t in turns])
+    rows = gather([(t.won, t.category, t.done, t.truncated, t.invalid, t.admissible, t.outgrown, t.score) for t in turns])
     ends = [r for r in rows if r[2]]
     mean = lambda xs: float(np.mean(xs)) if len(xs) else 0.0
     encoded, sampled = (sum(gather([n])) for n in (sampler.tokens_encoded, sampler.tokens_sampled))
     sampler.tokens_encoded = sampler.tokens_sampled = 0
-    out = {"iteration": iteration, "episodes": len(ends), "success": mean([r[0] for r in ends])}
-    by_category = {name: [r[0] for r in ends if r[1] == c] for c, name in envs.CATEGORIES.items()}
+    out = {"iteration": iteration, "episodes": len(ends), "success": mean([r[0] for r in ends]), "score": mean([r[7] for r in ends])}
+    by_category = {name: [r[0] for r in ends if r[1] == c] for c, name in categories.items()}
     out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
     out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled,
             "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
@@ -618,7 +618,7 @@ def summary(iteration, turns, values, steps, sampler, clock):
 
 def transcript(turns, names):
     """A trajectory as text; what the policy sampled stands between >>> and <<<."""
-    out = [f"task {turns[0].task} ({names.get(turns[0].category, turns[0].category)}): " + ("won" if turns[-1].won else "not won")]
+    out = [f"task {turns[0].task} ({names.get(turns[0].category, turns[0].category)}): {'won' if turns[-1].won else 'not won'}, score {turns[-1].score:.3g}"]
     for t in turns:
         notes = {"no valid tags": t.invalid, "inadmissible": not t.admissible, "truncated": t.truncated}
         note = "".join(f", {word}" for word, so in notes.items() if so)
@@ -655,7 +655,7 @@ class Log:
         if n % 10 == 0 or n == config.iterations - 1:
             first = [t for t in turns if t.traj == turns[0].traj]
             with open(f"{config.out}/transcripts/{n:04d}.txt", "w") as file:
-                file.write(transcript(first, envs.CATEGORIES))
+                file.write(transcript(first, envs.known(config.env).categories))
 
 
 # ----------------------------------------------------------------------------------------------------------- imitation
@@ -669,7 +669,7 @@ def demonstrations(lm, pool, tasks, seed, context, config):
         pool.demo(name, task, seed, config.forget, config.noise)
     samples = []
     for turns in filter(None, pool.gather(names)):
-        episode, ids, spans = envs.Episode(*turns[0][:2]), [], []
+        episode, ids, spans = pool.env.episode(*turns[0][:2]), [], []
         for n, (obs, info, thought, label, executed) in enumerate(turns):
             if n:
                 episode.took(turns[n - 1][4], obs, info)
@@ -756,7 +756,7 @@ def versions():
 
 def evaluate(lm, pool, config):
     """Held-out games at the evaluation's temperature, in the house at 1 as well -> {temperature: (records, report)}."""
-    ids = envs.tasks(config.env, "test" if config.env == "house" else "valid_seen", **env_options(config))
+    ids = envs.tasks(config.env, envs.known(config.env).held_out[0], **env_options(config))
     ids = evaluation.spaced(ids, config.eval_games) if config.eval_games else []
     out = {}
     for temperature in sorted({config.eval_temperature, 1.0 if config.env == "house" else config.eval_temperature}):
@@ -775,7 +775,7 @@ def write_evaluation(before, after, config):
     """eval.json: success and success_before (the same games) with n, interval and categories; eval.jsonl: every episode."""
     t = config.eval_temperature
     out = {"env": config.env, "temperature": t, "n": after[t][1]["n"], "success": after[t][1]["success"], "interval": after[t][1]["interval"],
-           "success_by_category": after[t][1]["success_by_category"], "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
+           "score": after[t][1]["score"], "score_before": before[t][1]["score"], "success_by_category": after[t][1]["success_by_category"], "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
            "success_before_by_category": before[t][1]["success_by_category"]}
     if 1.0 in after:
         out |= {"success_at_1": after[1.0][1]["success"], "success_before_at_1": before[1.0][1]["success"]}
@@ -786,7 +786,7 @@ def write_evaluation(before, after, config):
             for temperature, (records, _) in results.items():
                 file.writelines(json.dumps({"when": when, "temperature": temperature} | r) + "\n" for r in records)
     return evaluation.table({f"{when} SAPO, T = {temperature:g}": r for when, results in (("before", before), ("after", after))
-                             for temperature, (_, r) in sorted(results.items())})
+                             for temperature, (_, r) in sorted(results.items())}, envs.known(config.env))
 
 
 def set_aside(folder):
@@ -803,7 +803,7 @@ def first_prompts(lm, pool, games):
     names = [("look", game) for game in games]
     for name, game in zip(names, games):
         pool.start(name, game)
-    prompts = [lm.chat.first(envs.Episode(*answer).window_prompt()) for answer in pool.gather(names)]
+    prompts = [lm.chat.first(pool.env.episode(*answer).window_prompt()) for answer in pool.gather(names)]
     for name in names:
         pool.drop(name)
     return prompts
