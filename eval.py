@@ -72,10 +72,10 @@ def table(rows, env):
     """{title: report} -> the paper's columns for an environment, as text."""
     names, width = list(env.categories.values()), max(map(len, rows)) + 2
     if env.graded:
-        lines = [" " * width + f"{'Score':>13}{'Success':>15}{'n':>6}   +- half a 95 % interval"]
+        lines = [" " * width + f"{'Score':>13}{'Success':>15}{'n':>6}   ± half a 95 % interval"]
         for title, r in rows.items():
             half = (r["interval"][1] - r["interval"][0]) / 2
-            lines.append(f"{title:{width}}{100 * r['score']:6.1f} +- {100 * r['score_half']:3.1f}{100 * r['success']:8.1f} +- {100 * half:3.1f}{r['n']:6}")
+            lines.append(f"{title:{width}}{100 * r['score']:6.1f} ± {100 * r['score_half']:4.1f}{100 * r['success']:8.1f} ± {100 * half:4.1f}{r['n']:6}")
         return "\n".join(lines)
     lines = [" " * width + "".join(f"{c:>8}" for c in names) + f"{'All':>8}{'n':>6}   95 %"]
     for title, r in rows.items():

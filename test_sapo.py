@@ -1849,7 +1849,7 @@ def test_training_and_evaluating_in_the_shop(shop_data, tmp_path, monkeypatch, c
     run_main(train, monkeypatch, "--tasks", 3, "--iterations", 2, "--eval_games", 2, "--workers", 0, "--context", context, *flags)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(0 <= line["score"] <= 1 and set(line["success_by_category"]) == set(envs.SHELVES.values()) for line in lines)
-    assert re.search(r"Score +Success +n.*\nbefore SAPO, T = 0.4 +\d+\.\d \+- \d+\.\d +\d+\.\d \+- \d+\.\d +2\n", capsys.readouterr().out)
+    assert re.search(r"Score +Success +n.*\nbefore SAPO, T = 0.4 +\d+\.\d ± +\d+\.\d +\d+\.\d ± +\d+\.\d +2\n", capsys.readouterr().out)
     run_main(evaluation, monkeypatch, "--model", tmp_path / "run", "--limit", 2, "--workers", 1)
     report = json.loads((tmp_path / "run" / "eval-test_500.json").read_text())
     assert report["n"] == 2 and 0 <= report["score"] <= 1 and re.search(r"Score +Success", capsys.readouterr().out)
@@ -2172,8 +2172,10 @@ def test_unknown_flags_and_splits_are_refused(tmp_path, monkeypatch, capsys):
 def test_intervals_and_tables():
     assert evaluation.wilson(0, 0) == (0.0, 1.0) and evaluation.wilson(10, 10)[1] == 1.0 and evaluation.wilson(10, 10)[0] == pytest.approx(0.7225, abs=1e-3)
     assert evaluation.wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-3)
-    rows = [{"category": c, "won": i % 2 == 0, "turns": 3} for i, c in enumerate(["Pick", "Pick", "Look"])]
+    rows = [{"category": c, "won": i % 2 == 0, "score": i / 2, "turns": 3} for i, c in enumerate(["Pick", "Pick", "Look"])]
     report = evaluation.report(rows)
+    assert report["score"] == 0.5 and report["score_half"] == pytest.approx(1.96 * (1 / 6) ** 0.5 / 3 ** 0.5)
+    assert "50.0 ± 46.2    66.7" in evaluation.table({"x": report}, envs.WebShop) and "Pick2" in evaluation.table({"x": report}, envs.House)
     assert report["success"] == pytest.approx(2 / 3) and report["by_category"]["Pick"]["success"] == 0.5 and "Cool" not in report["by_category"]
     assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6] and evaluation.spaced([1, 2], 0) == [1, 2]
 
