@@ -153,6 +153,99 @@ def explained_variance(value, target):
     return (1 - (target - value).var(correction=0) / spread).item() if spread > 0 else 0.0
 
 
+# ------------------------------------------------------------------------------------------------------ the baselines
+# What SAPO is compared with. As above, (N,) tensors over turns in any order, and nothing in them belongs to SAPO.
+
+
+def per_trajectory(traj, group, score):
+    """(N,) over turns -> (M,) over trajectories: the score and the group's index of each, and the row (N,) of every turn's trajectory."""
+    ids, row = traj.unique(return_inverse=True)
+    group_of = torch.zeros_like(ids).scatter_(0, row, group.unique(return_inverse=True)[1])
+    score_of = torch.zeros(len(ids), dtype=torch.float64, device=score.device).scatter_(0, row, score.double())
+    return score_of, group_of, row
+
+
+def group_mean(x, group):
+    """(M,) and the groups' numbers below M -> of every entry's group the mean and the size, (M,) each."""
+    size = torch.zeros_like(x).scatter_add_(0, group, torch.ones_like(x))
+    return (torch.zeros_like(x).scatter_add_(0, group, x) / size.clamp(min=1))[group], size[group]
+
+
+def standardized(x, group, std, eps):
+    """x minus its group's mean, over the group's unbiased std where `std`. In a group of one, or of equals, 0 up to rounding."""
+    mean, size = group_mean(x, group)
+    off = x - mean
+    return off / ((group_mean(off ** 2, group)[0] * size / (size - 1).clamp(min=1)).sqrt() + eps) if std else off
+
+
+@torch.no_grad()
+def grpo_advantages(traj, group, score, *, std=True, eps=1e-6):
+    """GRPO (arXiv 2402.03300, Eq. of 4.1.2, outcome supervision): (score - mean) / (std + eps) over the trajectories of a task.
+
+    traj, group, score (N,): of every turn the trajectory's id, its task's and its return. -> (N,), one number for all of a trajectory's turns.
+    Every trajectory counts once, however many turns it has. A group of one, or of equal returns, gets 0."""
+    score_of, group_of, row = per_trajectory(traj, group, score)
+    return standardized(score_of, group_of, std, eps)[row].to(score.dtype)
+
+
+@torch.no_grad()
+def rloo_advantages(traj, group, score):
+    """RLOO (arXiv 2402.14740, Eq. 8): the score minus the mean of the task's other trajectories, which is n / (n - 1) (score - mean). (N,) -> (N,)."""
+    score_of, group_of, row = per_trajectory(traj, group, score)
+    _, size = group_mean(score_of, group_of)
+    return (standardized(score_of, group_of, False, 0.0) * size / (size - 1).clamp(min=1))[row].to(score.dtype)
+
+
+@torch.no_grad()
+def gigpo_advantages(traj, turn, group, state, reward, *, gamma=0.95, weight=1.0, std=True, eps=1e-6):
+    """GiGPO (arXiv 2505.10978): GRPO's advantage of the episode plus `weight` times that of the step, among all turns of a task at which
+    the agent saw the same: `state` (N,) numbers the observations. A step's return is the discounted reward from it to the end. `std` False
+    divides neither by a standard deviation. A state seen once adds 0. All (N,) -> (N,)."""
+    ids, row = traj.unique(return_inverse=True)
+    score = torch.zeros(len(ids), dtype=torch.float64, device=reward.device).scatter_add_(0, row, reward.double())[row]
+    none = torch.zeros_like(reward)
+    to_go, _, _ = turn_targets(traj, turn, reward.double(), none, none.double(), none, gamma=gamma, lam=1.0)
+    anchor = torch.stack([group, state]).unique(dim=1, return_inverse=True)[1]
+    step = standardized(to_go, anchor, std, eps)
+    return (grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step).to(reward.dtype)
+
+
+@torch.no_grad()
+def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
+    """EMPG (arXiv 2509.09265, Eq. 7-12) on top of another method's `adv`: sure steps count more, and a step is paid for leading to a sure one.
+
+    entropy (N,) is the mean over a turn's tokens, scaled here to [0, 1] over the batch: H. adv exp(-k H) / mean exp(-k H), plus zeta exp(-k_f H')
+    with H' of the next turn, if there is one; then minus the batch's mean. All (N,) -> (N,)."""
+    if not len(adv):
+        return adv.clone()
+    h = entropy.double()
+    h = (h - h.min()) / (h.max() - h.min() + 1e-8)
+    gain, clear = (-k * h).exp(), (-k_f * h).exp()
+    order = torch.argsort(turn, stable=True)
+    order = order[torch.argsort(traj[order], stable=True)]
+    bonus = torch.zeros_like(clear)
+    bonus[order[:-1]] = torch.where(traj[order[1:]] == traj[order[:-1]], clear[order[1:]], 0.0)
+    out = adv.double() * gain / (gain.mean() + 1e-8) + zeta * bonus
+    return (out - out.mean()).to(adv.dtype)
+
+
+@torch.no_grad()
+def token_gae(value, mask, score, *, gamma=1.0, lam=1.0):
+    """PPO as the framework does it: GAE over the tokens of one response, nothing beyond it.
+
+    value, mask (B, T): V before each token, 1 on tokens of the response (which need not be adjacent); score (B,): the episode's return, paid at the
+    last of them. -> (adv, target) (B, T), 0 off the mask."""
+    mask, adv, after, carry = mask.bool(), torch.zeros_like(value), torch.zeros_like(score), torch.zeros_like(score)
+    pay = score
+    for t in reversed(range(value.shape[1])):
+        on = mask[:, t]
+        delta = pay + gamma * after - value[:, t]
+        carry = torch.where(on, delta + gamma * lam * carry, carry)
+        adv[:, t] = torch.where(on, carry, 0.0)
+        after, pay = torch.where(on, value[:, t], after), torch.where(on, 0.0, pay)
+    return adv, torch.where(mask, value + adv, 0.0)
+
+
 def main():
     r_max, gamma, lam = 10.0, 0.95, 0.95
     text = ["go to fridge 1", "open fridge 1", "eat the fridge", "take apple 1 from fridge 1"]

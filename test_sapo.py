@@ -360,6 +360,129 @@ def test_only_the_value_terms_reach_the_two_words(seed):
         assert values[column, ids].all() and values.sum() == 2
 
 
+# -------------------------------------------------------------------------------------------------------- the baselines
+
+
+def random_groups(seed, tasks=7):
+    """Tasks of 1 to 5 trajectories of 1 to 6 turns with rewards, odd numbers as ids, in any order -> [(traj, turn, group, state, reward)]."""
+    rng, rows, traj = random.Random(seed), [], 100
+    for group in range(tasks):
+        for _ in range(rng.randrange(1, 6)):
+            traj += rng.randrange(1, 9)
+            turns, won = rng.randrange(1, 7), rng.choice([0, 0, 5.0, 10.0])
+            rows += [(traj, t, 3 * group - 4, rng.randrange(4), won * (t == turns - 1) + rng.choice([0, 0, 0.5])) for t in range(turns)]
+    rng.shuffle(rows)
+    return rows
+
+
+def columns(rows):
+    traj, turn, group, state, reward = zip(*rows)
+    return *map(torch.tensor, (traj, turn, group, state)), tensor(reward)
+
+
+def returns_by_loop(rows):
+    total = {}
+    for traj, _, _, _, reward in rows:
+        total[traj] = total.get(traj, 0.0) + reward
+    return total
+
+
+def off_mean_by_loop(x, others, divide, eps=1e-6):
+    mean = sum(others) / len(others)
+    std = math.sqrt(sum((y - mean) ** 2 for y in others) / (len(others) - 1)) if len(others) > 1 else 0.0
+    return (x - mean) / (std + eps) if divide else x - mean
+
+
+def grpo_by_loop(rows, divide=True):
+    total, task = returns_by_loop(rows), {r[0]: r[2] for r in rows}
+    return [off_mean_by_loop(total[r[0]], [total[t] for t in total if task[t] == r[2]], divide) for r in rows]
+
+
+def rloo_by_loop(rows):
+    total, task, out = returns_by_loop(rows), {r[0]: r[2] for r in rows}, []
+    for r in rows:
+        rest = [total[t] for t in total if task[t] == r[2] and t != r[0]]
+        out.append(total[r[0]] - sum(rest) / len(rest) if rest else 0.0)
+    return out
+
+
+def gigpo_by_loop(rows, gamma, weight, divide):
+    def to_go(row):
+        return sum(gamma ** (r[1] - row[1]) * r[4] for r in rows if r[0] == row[0] and r[1] >= row[1])
+    step = [off_mean_by_loop(to_go(r), [to_go(o) for o in rows if o[2:4] == r[2:4]], divide) for r in rows]
+    return [a + weight * b for a, b in zip(grpo_by_loop(rows, divide), step)]
+
+
+def empg_by_loop(adv, rows, entropy, k, k_f, zeta):
+    low, high = min(entropy), max(entropy)
+    h = {r[:2]: (e - low) / (high - low + 1e-8) for r, e in zip(rows, entropy)}
+    mean = sum(math.exp(-k * x) for x in h.values()) / len(h)
+    out = []
+    for a, r in zip(adv, rows):
+        after = h.get((r[0], r[1] + 1))
+        out.append(a * math.exp(-k * h[r[:2]]) / (mean + 1e-8) + (0 if after is None else zeta * math.exp(-k_f * after)))
+    return [x - sum(out) / len(out) for x in out]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_group_estimators_equal_their_loops_in_any_order(seed):
+    rows = random_groups(seed)
+    traj, turn, group, state, reward = columns(rows)
+    total = returns_by_loop(rows)
+    score, rng = tensor([total[r[0]] for r in rows]), random.Random(seed)
+    entropy = tensor([rng.random() for _ in rows])
+    found = {"grpo": sapo.grpo_advantages(traj, group, score), "rloo": sapo.rloo_advantages(traj, group, score)}
+    expected = {"grpo": grpo_by_loop(rows), "rloo": rloo_by_loop(rows)}
+    for divide in (True, False):
+        found[divide] = sapo.gigpo_advantages(traj, turn, group, state, reward, gamma=0.9, weight=0.7, std=divide)
+        expected[divide] = gigpo_by_loop(rows, 0.9, 0.7, divide)
+    found["empg"] = sapo.empg_advantages(found["grpo"], traj, turn, entropy, k=0.8, k_f=1.3, zeta=0.2)
+    expected["empg"] = empg_by_loop(expected["grpo"], rows, entropy.tolist(), 0.8, 1.3, 0.2)
+    for name in found:
+        close(found[name], tensor(expected[name]))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    close(sapo.grpo_advantages(traj[order], group[order], score[order]), found["grpo"][order])
+    close(sapo.rloo_advantages(traj[order], group[order], score[order]), found["rloo"][order])
+    close(sapo.gigpo_advantages(traj[order], turn[order], group[order], state[order], reward[order], gamma=0.9, weight=0.7), found[True][order])
+    close(sapo.empg_advantages(found["grpo"][order], traj[order], turn[order], entropy[order], k=0.8, k_f=1.3, zeta=0.2), found["empg"][order])
+
+
+def test_groups_that_tell_nothing_give_no_advantage():
+    traj, turn, group = torch.tensor([5, 5, 9, 2, 3, 3]), torch.tensor([0, 1, 0, 0, 0, 1]), torch.tensor([0, 0, 1, 2, 2, 2])
+    score, reward = tensor([10, 10, 0, 0.3, 0.3, 0.3]), tensor([0, 10, 0, 0.3, 0, 0.3])
+    for adv in (sapo.grpo_advantages(traj, group, score), sapo.grpo_advantages(traj, group, score, std=False), sapo.rloo_advantages(traj, group, score)):
+        close(adv, tensor([0.0] * 6))  # groups of one, and equal returns
+    alone = sapo.gigpo_advantages(traj, turn, group, torch.arange(6), reward)
+    close(alone, tensor([0.0] * 6))
+    same = sapo.gigpo_advantages(traj, turn, group, torch.zeros(6, dtype=torch.long), reward, gamma=0.5, std=False)
+    close(same, tensor([-2.5, 2.5, 0, 0.05, -0.1, 0.05]))  # one observation: the discounted returns 5, 10; 0.3, 0.15, 0.3
+    none = torch.zeros(0, dtype=torch.long)
+    for adv in (sapo.grpo_advantages(none, none, tensor([])), sapo.rloo_advantages(none, none, tensor([])), sapo.empg_advantages(tensor([]), none, none, tensor([])),
+                sapo.gigpo_advantages(none, none, none, none, tensor([]))):
+        assert adv.shape == (0,)
+    flat = sapo.empg_advantages(tensor([1, -1]), torch.tensor([0, 1]), torch.tensor([0, 0]), tensor([0.7, 0.7]))
+    close(flat, tensor([1, -1]), atol=1e-7)  # equal entropies change nothing
+
+
+@SEEDS
+def test_token_gae_equals_a_loop(seed):
+    generator = torch.Generator().manual_seed(seed)
+    value, score = randn(5, 9, generator=generator), randn(5, generator=generator)
+    mask = torch.rand(5, 9, generator=generator) < 0.6
+    mask[0], mask[1, 4] = False, True  # a row without a token gets nothing
+    for gamma, lam in ((1.0, 1.0), (0.9, 0.7)):
+        adv, target = sapo.token_gae(value, mask, score, gamma=gamma, lam=lam)
+        for b in range(5):
+            at = [t for t in range(9) if mask[b, t]]
+            v = [value[b, t].item() for t in at] + [0.0]
+            delta = [(score[b].item() if i == len(at) - 1 else 0.0) + gamma * v[i + 1] - v[i] for i in range(len(at))]
+            expected = [0.0] * 9
+            for i, t in enumerate(at):
+                expected[t] = sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(at)))
+            close(adv[b], tensor(expected))
+            close(target[b], torch.where(mask[b], value[b] + adv[b], 0.0))
+
+
 # --------------------------------------------------------------------------------------------------------- environments
 
 INFO = {"admissible": list, "task": str, "category": str, "won": bool, "score": float}
