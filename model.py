@@ -14,6 +14,7 @@ Shapes: N turns, B sequences, T tokens, M response tokens, V vocabulary, D width
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q from one turn
 """
 import argparse
+import copy
 import contextlib
 import functools
 import json
@@ -189,6 +190,23 @@ class ActorCritic:
         self.tokenizer.save_pretrained(folder)
         with open(os.path.join(folder, "sapo.json"), "w") as file:
             json.dump({"value_ids": list(self.value_ids), "tau_v": self.tau_v, "r_max": self.r_max}, file)
+
+
+class Critic(torch.nn.Module):
+    """The separate critic of the PPO baseline: a copy of the policy's body under a linear head that starts at 0. SAPO has none."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.body = copy.deepcopy(lm.model.base_model)
+        self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device, dtype=lm.model.dtype)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch):
+        """Batch -> (B, T): V over R_max before each response token, 0 elsewhere."""
+        b, t = batch.mask.nonzero(as_tuple=True)
+        hidden = self.body(input_ids=batch.ids, use_cache=False).last_hidden_state[b, t - 1]
+        return hidden.new_zeros(batch.ids.shape, dtype=torch.float32).index_put((b, t), self.head(hidden)[:, 0].float())
 
 
 class Chat:

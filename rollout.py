@@ -487,6 +487,7 @@ class Turn:
     text: str  # the response
     action: str
     outgrown: bool = False  # the episode ended after this turn because the next prompt would not fit
+    seen: str = ""  # the observation it answers, as the environment gave it
 
 
 def uniforms(seed, traj, turn, n):
@@ -536,7 +537,7 @@ class Play:
             traj=self.traj, turn=len(self.turns), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
             reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
             admissible=self.episode.accepts(action), won=info["won"], score=info["score"], task=self.task,
-            category=info["category"], prompt=prompt, text=text, action=action))
+            category=info["category"], prompt=prompt, text=text, action=action, seen=self.episode.obs))
         self.episode.took(action, obs, info)
 
     def speak(self, response, lm, fallback):

@@ -1860,7 +1860,7 @@ def test_the_first_step_is_reinforce(tmp_path, context):
             row, start, end = c.batch.seq[n], c.batch.start[n], c.batch.end[n]
             logp = restricted_log_softmax(lm.model(c.batch.ids[row:row + 1]).logits[0, start - 1:end - 1], lm.value_ids)
             logp = logp.gather(1, torch.tensor(t.action_ids)[:, None])
-            (-c.adv[n] * logp.sum() / tokens).backward()
+            (-c.adv[row, start] * logp.sum() / tokens).backward()
     torch.testing.assert_close(found, gradient(lm), atol=1e-5, rtol=1e-4)
 
 
@@ -1915,7 +1915,7 @@ def test_the_learning_rate_rises_over_steps_and_falls_over_iterations(tmp_path):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     found = []
     for iteration, step in ((0, 0), (0, 3), (0, 99), (5, 99), (9, 99)):
-        train.set_lr(optimizer, config, iteration, step)
+        train.set_lr(optimizer, config.lr, config, iteration, step)
         found.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.55])
 

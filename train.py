@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -31,6 +32,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +45,10 @@ from transformers import AutoModelForCausalLM
 
 import envs
 import eval as evaluation
-from model import Batch, architecture, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
+from model import ActorCritic, Batch, Critic, architecture, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
 from rollout import Sampler, Turn, limits, make_samples, next_prompt, rollout
-from sapo import explained_variance, normalize_advantages, sapo_loss, turn_targets
+from sapo import (empg_advantages, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages, rloo_advantages, sapo_loss, token_gae,
+                  turn_targets, value_loss)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ class Config:
     out: str = None  # the run's folder; default runs/ENV-MODEL-SEED
     seed: int = 0
     iterations: int = 150
-    tasks: int = 128  # |B|: tasks an iteration, one trajectory each
+    algo: str = "sapo"  # sapo, or what it is compared with: ppo, grpo, rloo, gigpo, empg
+    critic: str = None  # shared (two logits of the policy) or separate (a second model); default shared for sapo, separate for ppo; the others have none
+    tasks: int = 128  # |B|: trajectories an iteration, one a task unless --group
+    group: int = None  # trajectories of the same task; default 8 for grpo, rloo, gigpo and empg, else 1
     context: str = "window"  # window: each turn its own prompt; full: the conversation grows
     engine: str = "kv"  # kv: our own sampler; hf: generate
     rows: int = None  # games decoded side by side; default all of an iteration's
@@ -94,6 +100,8 @@ class Config:
     lr_end: float = 1.0  # share of lr left at the last iteration, on a straight line (the paper's is constant)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
+    critic_lr: float = 1e-5  # of a separate critic
+    without_std: bool = False  # gigpo: divides by no standard deviation
     mini_batch: int = 256  # turns an optimizer step
     epochs: int = 1
     tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
@@ -117,7 +125,8 @@ class Config:
     log: str = None  # tensorboard or wandb
 
 
-TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
+GROUPED = ("grpo", "rloo", "gigpo", "empg")  # what compares trajectories of the same task
+TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "critic_lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
         "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
 WEBSHOP = {"max_prompt": 4096, "mini_batch": 64}  # its pages are long, its episodes short
 
@@ -143,7 +152,10 @@ def parse_config(argv=None):
                 "workers": envs.default_workers(env, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
                 "eval_games": envs.known(env).held_out[1] if config.tasks >= 64 or env == "house" else config.tasks}
+    defaults |= {"group": 8 if config.algo in GROUPED else 1, "critic": {"sapo": "shared", "ppo": "separate"}.get(config.algo, "none")}
     config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
+    if config.critic != "shared":
+        config = dataclasses.replace(config, c_v=0.0, c_q=0.0)  # the policy's own readouts are not trained
     check(config)
     return config
 
@@ -175,12 +187,12 @@ def stored_flags(given):
 
 def check(config):
     """Refuses impossible settings before anything is loaded."""
-    least = dict(iterations=0, tasks=1, rows=1, history=0, horizon=1, max_new=1, max_prompt=1, max_context=1, workers=0, mini_batch=1, epochs=1,
+    least = dict(iterations=0, tasks=1, group=1, rows=1, history=0, horizon=1, max_new=1, max_prompt=1, max_context=1, workers=0, mini_batch=1, epochs=1,
                  tokens_per_micro_batch=1, warmup=0, warmup_batch=1, lr_rise=0, save_every=1, eval_games=0, seed=0)
     for name, low in least.items():
         if getattr(config, name) is not None and getattr(config, name) < low:
             raise ValueError(f"--{name} must be at least {low}, got {getattr(config, name)}")
-    for name in ("r_max", "tau_v", "lr", "clip", "clip_v", "clip_q", "grad_clip", "warmup_lr"):
+    for name in ("r_max", "tau_v", "lr", "clip", "clip_v", "clip_q", "grad_clip", "critic_lr", "warmup_lr"):
         if not 0 < getattr(config, name) < float("inf"):
             raise ValueError(f"--{name} must be a positive number, got {getattr(config, name)}")
     for name in ("eps_adv", "c_inv", "c_v", "c_q", "beta", "c_h", "weight_decay", "warmup_text", "eval_temperature"):
@@ -190,9 +202,16 @@ def check(config):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"--{name} must lie in [0, 1], got {getattr(config, name)}")
     for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb")),
-                          ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
+                          ("algo", ("sapo", "ppo", *GROUPED)), ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
         if getattr(config, name) not in options:
             raise ValueError(f"unknown --{name} {getattr(config, name)!r}; known: {', '.join(o for o in options if o)}")
+    fitting = {"sapo": ("shared", "separate"), "ppo": ("separate",)}.get(config.algo, ("none",))
+    if config.critic not in fitting:
+        raise ValueError(f"--algo {config.algo} goes with --critic {' or '.join(fitting)}, not {config.critic}")
+    if config.tasks % config.group:
+        raise ValueError(f"--tasks {config.tasks} is no multiple of --group {config.group}")
+    if config.algo == "empg" and config.old == "rollout":
+        raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
     if config.shard and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         raise ValueError("--shard spreads the optimizer's state over several ranks: torchrun --nproc_per_node=2 train.py ...")
     if config.log and importlib.util.find_spec(config.log) is None:
@@ -247,9 +266,12 @@ class Chunk:
     turns: list
     old: tuple = None  # logp (B, T), p_v (N,), p_q (N,) by the rollout policy
     logp_ref: torch.Tensor = None
-    adv: torch.Tensor = None  # (N,) each
-    y_v: torch.Tensor = None
+    entropy: torch.Tensor = None  # (B, T), of the rollout policy
+    adv: torch.Tensor = None  # (B, T)
+    y_v: torch.Tensor = None  # (N,), over R_max
     y_q: torch.Tensor = None
+    score: torch.Tensor = None  # (N,), the episode's return, for methods without Eq. 6
+    critic: tuple = None  # of a separate critic: its old values, the targets, and which of them count, (B, T) each, over R_max
 
 
 def mini_batches(turns, config, iteration):
@@ -283,7 +305,7 @@ def evaluate_old(lm, chunks, old="recompute"):
         sampled[c.batch.mask] = column(x for t in c.turns for x in t.logp)
         c.old = sampled, column(t.v for t in c.turns) / lm.r_max, column(t.q for t in c.turns) / lm.r_max
         if old == "recompute" or n == 0:
-            logp, _, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
+            logp, c.entropy, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
             off.append((logp - sampled)[c.batch.mask].abs().mean())
             c.old = (logp, p_v, p_q) if old == "recompute" else c.old
     return float(np.mean(gather([x.item() for x in off]) or [0.0]))  # not sooner: every look waits for the GPU
@@ -304,12 +326,23 @@ def set_targets(chunks, config, device):
     p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column(()) for i in (1, 2))
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
     adv = normalize_advantages(adv, invalid=column(t.invalid for t in turns), c_inv=config.c_inv, eps=config.eps_adv,
-                               group=dist.group.WORLD if world() > 1 else None)  # SAPO: one rollout per task, one mean for all
+                               group=everyone())  # SAPO: one rollout per task, one mean for all
     sizes = [len(c.turns) for c in chunks]
-    for c, *parts in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
-        c.adv, c.y_v, c.y_q = parts
-    returns, _, _ = turn_targets(traj, turn, reward, done, torch.zeros_like(reward), torch.zeros_like(reward), gamma=config.gamma, lam=1.0)
-    return config.r_max * p_v, config.r_max * p_q, returns
+    for c, adv_c, *y in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
+        c.adv, (c.y_v, c.y_q) = c.batch.spread(adv_c), (x / config.r_max for x in y)
+    return config.r_max * p_v, config.r_max * p_q, returns_of(turns, config, device)
+
+
+def returns_of(turns, config, device):
+    """(N,): the discounted reward from each turn to the end of its episode."""
+    column = lambda values, dtype=torch.float32: torch.tensor(list(values), dtype=dtype, device=device)
+    reward, none = column(t.reward for t in turns), torch.zeros(len(turns), device=device)
+    return turn_targets(column((t.traj for t in turns), torch.long), column((t.turn for t in turns), torch.long), reward, none, none, none,
+                        gamma=config.gamma, lam=1.0)[0]
+
+
+def everyone():
+    return dist.group.WORLD if world() > 1 else None
 
 
 def update(lm, optimizer, chunks, config):
@@ -326,8 +359,8 @@ def update(lm, optimizer, chunks, config):
         logp, entropy, p_v, p_q = lm.score(c.batch)
         logp_old, p_v_old, p_q_old = c.old
         loss, info = sapo_loss(
-            logp, entropy, p_v, p_q, logp_old=logp_old, logp_ref=c.logp_ref, adv=c.batch.spread(c.adv), mask=c.batch.mask,
-            p_v_old=p_v_old, p_q_old=p_q_old, y_v=c.y_v / config.r_max, y_q=c.y_q / config.r_max, clip=config.clip, clip_v=config.clip_v,
+            logp, entropy, p_v, p_q, logp_old=logp_old, logp_ref=c.logp_ref, adv=c.adv, mask=c.batch.mask,
+            p_v_old=p_v_old, p_q_old=p_q_old, y_v=c.y_v, y_q=c.y_q, clip=config.clip, clip_v=config.clip_v,
             clip_q=config.clip_q, c_v=config.c_v, c_q=config.c_q, beta=config.beta, c_h=config.c_h, tokens=tokens, turns=turns)
         loss.backward()
         infos.append(info)
@@ -342,6 +375,110 @@ def update(lm, optimizer, chunks, config):
     else:
         out["skipped"] = 1
     return out
+
+
+# ------------------------------------------------------------------------------------------ what SAPO is compared with
+
+
+def set_targets_by_critic(chunks, config, device):
+    """SAPO's turn-level targets with V from a separate critic, and no Q: what the shared backbone is compared with."""
+    for c in chunks:
+        at = c.batch.seq, c.batch.start  # the critic's value before a turn's first token
+        c.old = c.old[0], c.critic[0][at], torch.zeros_like(c.old[2])
+    out = set_targets(chunks, config, device)
+    for c in chunks:
+        at, zeros = (c.batch.seq, c.batch.start), torch.zeros_like(c.critic[0])
+        c.critic = c.critic[0], zeros.index_put(at, c.y_v), zeros.bool().index_put(at, torch.ones_like(c.y_v, dtype=torch.bool))
+    return out
+
+
+def set_token_targets(chunks, config, device):
+    """PPO as the framework has it: a turn is paid the episode's return, less its charge, on its last token; GAE over its tokens with gamma =
+    lambda = 1; advantages whitened over all tokens."""
+    returns, v = set_no_values(chunks, config, device), []
+    for c in chunks:
+        values, (b, t) = c.critic[0], c.batch.mask.nonzero(as_tuple=True)
+        n = c.batch.owner[b, t]  # a row for each turn
+        at = n, t - c.batch.start[n]
+        table = values.new_zeros(len(c.turns), int((c.batch.end - c.batch.start).max()))
+        score = (c.score - config.c_inv * torch.tensor([t.invalid for t in c.turns], device=device)).float() / config.r_max
+        adv, target = token_gae(table.index_put(at, values[b, t]), table.bool().index_put(at, torch.ones_like(n, dtype=torch.bool)), score)
+        c.adv, target = (values.new_zeros(values.shape).index_put((b, t), x[at]) for x in (adv, target))
+        c.critic = values, target, c.batch.mask
+        v.append(config.r_max * values[c.batch.seq, c.batch.start])
+    parts = [c.adv[c.batch.mask] for c in chunks]
+    flat = normalize_advantages(torch.cat(parts) if parts else torch.zeros(0, device=device), eps=config.eps_adv, group=everyone())
+    for c, part in zip(chunks, flat.split([len(p) for p in parts])):
+        c.adv[c.batch.mask] = part
+    return torch.cat(v) if v else flat, torch.zeros_like(returns), returns
+
+
+def set_no_values(chunks, config, device):
+    """Targets of a method without Eq. 10 and 11, and the episode's return on each of its turns. -> what was gained from each turn on, for the log."""
+    turns = [t for c in chunks for t in c.turns]
+    total = Counter()
+    for t in turns:
+        total[t.traj] += t.reward
+    for c in chunks:
+        c.y_v = c.y_q = torch.zeros(len(c.turns), device=device)
+        c.score = torch.tensor([total[t.traj] for t in c.turns], dtype=torch.float64, device=device)
+    return returns_of(turns, config, device)
+
+
+def set_group_targets(chunks, config, device):
+    """GRPO, RLOO, GiGPO, EMPG: every trajectory beside the others of its task, whichever rank played them."""
+    returns = set_no_values(chunks, config, device)
+    mine = []
+    for c in chunks:
+        h = torch.zeros(len(c.turns), device=device)
+        if config.algo == "empg":  # a turn's entropy is the mean over its tokens
+            h = h.index_add(0, c.batch.owner[c.batch.mask], c.entropy[c.batch.mask]) / (c.batch.end - c.batch.start)
+        mine += [(t.traj, t.turn, state_number(t.seen), t.reward, s, h) for t, s, h in zip(c.turns, c.score.tolist(), h.tolist())]
+    first, rows = sum(gather([len(mine)])[:rank()]), gather(mine)
+    traj, turn, state = (torch.tensor(x) for x in list(zip(*rows))[:3])
+    reward, score, entropy = (torch.tensor(x, dtype=torch.float64) for x in list(zip(*rows))[3:])
+    group = traj // config.group
+    if config.algo == "rloo":
+        adv = rloo_advantages(traj, group, score)
+    elif config.algo == "gigpo":
+        adv = gigpo_advantages(traj, turn, group, state, reward, gamma=config.gamma, std=not config.without_std)
+    else:
+        adv = grpo_advantages(traj, group, score)
+    if config.algo == "empg":
+        adv = empg_advantages(adv, traj, turn, entropy)
+    adv = adv[first:first + len(mine)].float().to(device)
+    for c, part in zip(chunks, adv.split([len(c.turns) for c in chunks])):
+        c.adv = c.batch.spread(part - config.c_inv * torch.tensor([t.invalid for t in c.turns], device=device))
+    return torch.zeros_like(returns), torch.zeros_like(returns), returns
+
+
+def state_number(text):
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "little")
+
+
+def update_critic(critic, optimizer, chunks, config):
+    """One step of the separate critic on a mini-batch, beside `update`. -> its numbers."""
+    count = torch.tensor([float(sum(c.critic[2].sum().item() for c in chunks))], device=critic.head.weight.device)
+    if world() > 1:
+        dist.all_reduce(count)
+    optimizer.zero_grad(set_to_none=True)
+    critic_loss = torch.zeros_like(count)
+    critic.train(config.checkpointing)
+    for c in chunks:
+        old, target, counts = c.critic
+        loss, _ = value_loss(critic(c.batch)[counts], old[counts], target[counts], clip=config.clip_v, denom=count.clamp(min=1))
+        loss.sum().backward()
+        critic_loss += loss.detach()
+    critic.eval()
+    sum_gradients(critic)
+    norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
+    total = sum(gather([critic_loss.item()]))
+    if np.isfinite(total) and np.isfinite(float(norm)):
+        optimizer.step()
+    return {"loss_critic": total, "grad_norm_critic": float(norm)}
+
+
+# --------------------------------------------------------------------------------------------------------- the learner
 
 
 def at_random(x, generator):
@@ -390,39 +527,83 @@ class AdamW(torch.optim.Optimizer):
                     p.copy_(master)
 
 
-def optimizer_for(lm, config):
+def optimizer_for(model, config):
     options = dict(lr=config.lr, weight_decay=config.weight_decay, moments=getattr(torch, config.moments))
     if config.shard and world() > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
-        return ZeroRedundancyOptimizer(lm.model.parameters(), AdamW, **options)
-    return AdamW(lm.model.parameters(), **options)
+        return ZeroRedundancyOptimizer(model.parameters(), AdamW, **options)
+    return AdamW(model.parameters(), **options)
 
 
-def set_lr(optimizer, config, iteration, step):
+def set_lr(optimizer, lr, config, iteration, step):
     rise = min(1.0, (step + 1) / max(1, config.lr_rise))  # or a fresh Adam's first steps would throw the policy far
     fall = 1 - (1 - config.lr_end) * iteration / config.iterations
     for group in optimizer.param_groups:
-        group["lr"] = config.lr * rise * fall
+        group["lr"] = lr * rise * fall
 
 
 def pick_tasks(ids, config, iteration):
-    """This iteration's tasks: every game once per pass over the games, in an order drawn anew for each pass."""
-    start = iteration * config.tasks
+    """This iteration's tasks, each --group times: every game once per pass over the games, in an order drawn anew for each pass."""
+    count = config.tasks // config.group
     order = lambda epoch: np.random.default_rng([config.seed, epoch, 2]).permutation(len(ids))
-    return [ids[order(n // len(ids))[n % len(ids)]] for n in range(start, start + config.tasks)]
+    return [ids[order(n // len(ids))[n % len(ids)]] for n in range(iteration * count, (iteration + 1) * count) for _ in range(config.group)]
 
 
 def sampler_for(lm, config, temperature=1.0):
     return Sampler(lm, config.engine, config.context, config.max_new, temperature, config.compile)
 
 
+@dataclass
+class Learner:
+    """What is trained, and by what; a separate critic for PPO alone."""
+
+    lm: ActorCritic
+    optimizer: object
+    reference: ActorCritic = None
+    critic: Critic = None
+    critic_optimizer: object = None
+
+    def judge(self, chunks, config, clock):
+        """Algorithm 1, lines 3 to 5. -> old V, Q and returns (N,), and how far the sampler's log-probs were from the pass's."""
+        sampler_off = evaluate_old(self.lm, chunks, config.old)  # line 3
+        clock.lap("old")
+        if self.reference:
+            evaluate_reference(self.reference, chunks)
+        clock.lap("ref")
+        if self.critic:
+            self.evaluate_critic(chunks)
+            clock.lap("values")
+        targets = {"sapo": set_targets_by_critic if self.critic else set_targets, "ppo": set_token_targets}
+        return targets.get(config.algo, set_group_targets)(chunks, config, self.lm.device), sampler_off  # lines 4 and 5
+
+    @torch.no_grad()
+    def evaluate_critic(self, chunks):
+        for c in chunks:
+            c.critic = self.critic(c.batch), None, None
+
+    def learn(self, chunks, config, iteration, step):
+        """Lines 6 and 7: a step on a mini-batch."""
+        set_lr(self.optimizer, config.lr, config, iteration, step)
+        return update(self.lm, self.optimizer, chunks, config)
+
+    def learn_values(self, chunks, config, iteration, step):
+        set_lr(self.critic_optimizer, config.critic_lr, config, iteration, step)
+        return update_critic(self.critic, self.critic_optimizer, chunks, config)
+
+
+def make_learner(lm, config):
+    learner = Learner(lm, optimizer_for(lm.model, config), dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None)
+    if config.critic == "separate":
+        learner.critic = Critic(lm)
+        learner.critic_optimizer = optimizer_for(learner.critic, config)
+    return learner
+
+
 def train(lm, pool, config, log):
     """Algorithm 1."""
-    sampler = sampler_for(lm, config)
-    reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None
-    optimizer = optimizer_for(lm, config)
+    sampler, learner = sampler_for(lm, config), make_learner(lm, config)
     ids = envs.tasks(config.env, "train", **env_options(config))
-    done, step, failed = restore(lm, optimizer, config)  # of a resumed run; else 0
+    done, step, failed = restore(learner, config)  # of a resumed run; else 0
     bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations, desc="SAPO", disable=rank() > 0)
     for iteration in bar:
         clock = Clock(pool)
@@ -434,28 +615,28 @@ def train(lm, pool, config, log):
         pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
         batches = mini_batches(turns, config, iteration)
         chunks = [c for chunk_list in batches for c in chunk_list]
-        sampler_off = evaluate_old(lm, chunks, config.old)  # line 3
-        clock.lap("old")
-        if reference:
-            evaluate_reference(reference, chunks)
-        clock.lap("ref")
-        values = set_targets(chunks, config, lm.device)  # lines 4 and 5
+        values, sampler_off = learner.judge(chunks, config, clock)  # lines 3 to 5
         steps = []
         with uninterrupted() as asked:  # or a checkpoint would be neither of this iteration nor of the next
             for minibatch in batches * config.epochs:
-                set_lr(optimizer, config, iteration, step)
-                steps.append(update(lm, optimizer, minibatch, config))  # lines 6 and 7
+                steps.append(learner.learn(minibatch, config, iteration, step))  # lines 6 and 7
                 step, failed = step + 1, (failed + 1) * steps[-1]["skipped"]
                 if failed == 5:
                     break
-            optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
+            learner.optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
             clock.lap("update")
+            if learner.critic:
+                first = step - len(steps)
+                for n, minibatch in enumerate((batches * config.epochs)[:len(steps)]):
+                    steps[n] |= learner.learn_values(minibatch, config, iteration, first + n)
+                learner.critic_optimizer.zero_grad(set_to_none=True)
+                clock.lap("critic")
             metrics = summary(iteration, turns, values, steps, sampler, clock, pool.env.categories) | {"sampler_off": sampler_off}
             log(metrics, turns)
             if failed == 5:
                 raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
             if (iteration + 1) % config.save_every == 0 or any(gather([bool(asked)])) or iteration + 1 == config.iterations:
-                save_checkpoint(lm, optimizer, config, iteration + 1, step, failed)
+                save_checkpoint(learner, config, iteration + 1, step, failed)
         bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game, "
                             f"V explains {metrics['v_explained_variance']:.0%}" + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
 
@@ -528,17 +709,24 @@ def local_state(optimizer):
     return [p for group in mine.param_groups for p in group["params"]], mine.state
 
 
-def save_checkpoint(lm, optimizer, config, iteration, step, failed):
+def optimizers(learner):
+    return [("optimizer", learner.optimizer)] + ([("critic-optimizer", learner.critic_optimizer)] if learner.critic else [])
+
+
+def save_checkpoint(learner, config, iteration, step, failed):
     """RUN/checkpoint: the model as a Hugging Face folder, and what else decides what comes next. Random numbers and the order of tasks follow
     from the seed and the iteration. With --shard every rank writes its share."""
     path, sharded = f"{config.out}/checkpoint", config.shard and world() > 1
 
     def write_state(folder):
-        params, state = local_state(optimizer)
-        torch.save([state[p] if p in state else {} for p in params], f"{folder}/optimizer-{rank()}.pt")
+        for name, optimizer in optimizers(learner):
+            params, state = local_state(optimizer)
+            torch.save([state[p] if p in state else {} for p in params], f"{folder}/{name}-{rank()}.pt")
 
     def fill(folder):
-        lm.save(folder)
+        learner.lm.save(folder)
+        if learner.critic:
+            torch.save(learner.critic.state_dict(), f"{folder}/critic.pt")
         write_file(f"{folder}/progress.json", json.dumps({"iteration": iteration, "step": step, "failed": failed, "shards": world() if sharded else 1}))
         write_state(folder)
         if sharded:
@@ -553,7 +741,7 @@ def save_checkpoint(lm, optimizer, config, iteration, step, failed):
         dist.barrier()
 
 
-def restore(lm, optimizer, config):
+def restore(learner, config):
     """-> iterations and steps done, steps that failed in a row; the model and the optimizer as they were then."""
     path = f"{config.out}/checkpoint"
     if not config.resume or not is_whole(path):
@@ -563,13 +751,16 @@ def restore(lm, optimizer, config):
     sharded = config.shard and world() > 1
     if progress["shards"] != (world() if sharded else 1):
         raise ValueError(f"--resume: the checkpoint's optimizer was kept by {progress['shards']} rank(s): start as many, with or without --shard as then")
-    saved = load(path, dtype=lm.model.dtype, device="cpu").model
+    saved = load(path, dtype=learner.lm.model.dtype, device="cpu").model
     with torch.no_grad():
-        for mine, theirs in zip(lm.model.parameters(), saved.parameters()):
+        for mine, theirs in zip(learner.lm.model.parameters(), saved.parameters()):
             mine.copy_(theirs)
-    params, state = local_state(optimizer)
-    kept = torch.load(f"{path}/optimizer-{rank() if sharded else 0}.pt", map_location=lm.device)
-    state.update({p: s for p, s in zip(params, kept) if s})
+    if learner.critic:
+        learner.critic.load_state_dict(torch.load(f"{path}/critic.pt", map_location=learner.lm.device))
+    for name, optimizer in optimizers(learner):
+        params, state = local_state(optimizer)
+        kept = torch.load(f"{path}/{name}-{rank() if sharded else 0}.pt", map_location=learner.lm.device)
+        state.update({p: s for p, s in zip(params, kept) if s})
     return progress["iteration"], progress["step"], progress["failed"]
 
 
@@ -699,7 +890,7 @@ def imitate(lm, pool, config):
     """Before Algorithm 1, for a model that cannot speak yet: steps on demonstrations until nearly all actions it samples in games
     it has not seen are admissible, or --warmup steps are done. A wrong decision is repaired quickly by sparse reward, a
     wrong word slowly. The tiny model learns both contexts, so that one start serves either."""
-    optimizer = optimizer_for(lm, config)
+    optimizer = optimizer_for(lm.model, config)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=max(100, config.warmup), pct_start=0.05,
                                                    cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **env_options(config))
@@ -1004,7 +1195,7 @@ def bench(argv):
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     vocabulary = np.random.default_rng(0).permutation(min(lm.model.config.vocab_size, *lm.value_ids) - 5) + 5
     talker = dataclasses.replace(lm, stop_ids=tuple(int(i) for i in vocabulary[:len(vocabulary) // size.response]))  # one word in so many ends it
-    sampler, optimizer, laps, cuda = sampler_for(talker, config), optimizer_for(lm, config), [], torch.cuda.is_available()
+    sampler, optimizer, laps, cuda = sampler_for(talker, config), optimizer_for(lm.model, config), [], torch.cuda.is_available()
     for n in range(size.repeats + 1):
         clock = Clock(envs.Pool("house"))
         turns = replay(sampler, config, size.turns, size.prompt, size.response)
@@ -1017,7 +1208,7 @@ def bench(argv):
         clock.lap("ref")
         set_targets(chunks, config, lm.device)
         for step, minibatch in enumerate(batches):
-            set_lr(optimizer, config, 0, step)
+            set_lr(optimizer, config.lr, config, 0, step)
             update(lm, optimizer, minibatch, config)
         clock.lap("update")
         laps.append(clock.total())
