@@ -6,7 +6,7 @@
     env.expert()                                  commands that win from here, or None
 
 info: admissible (list of str), task (sentence), category, won (bool), score (float, 0-1). An action the environment
-cannot use is answered ("Nothing happens."), never an exception. The winning step pays REWARD, every other step 0.
+cannot use is answered ("Nothing happens."; in the shop, with the same page), never an exception. The winning step pays REWARD, every other step 0.
 
 - `house` is a miniature of ALFWorld in plain Python: same commands, same sentences, same six kinds of task.
 - `alfworld` is the real thing: the alfworld package's TextWorld engine on the games below $ALFWORLD_DATA.
@@ -35,7 +35,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from array import array
@@ -67,8 +66,10 @@ FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
 
 SHOP_ROLE = ("You shop in an online store by typing commands: search[words of your own] looks through its catalogue, click[...] follows a link or a button or "
              "chooses an option. Find a product that is all that is asked for, choose its options, and buy it.")
-SHOP_FIRST = "{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
+SHOP_FIRST = "{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: [{commands}].\n\n{answer}"
+SHOP_LATER = LATER.replace("Commands that work now", "Commands on this page")
 SHOP_FULL_FIRST = SHOP_FIRST + " Answer every later message in the same way."
+SHOP_FULL_LATER = "{obs}\n\nCommands on this page: [{commands}]."
 SHOP_LONGEST = 13000  # characters of a prompt with history
 
 
@@ -79,7 +80,7 @@ def quoted(commands):
 class Episode:
     """What the agent knows of one game, and the two ways of showing it. `took` moves it on by one turn."""
 
-    role, first, full_first = ROLE, FIRST, FULL_FIRST
+    role, first, later, full_first, full_later = ROLE, FIRST, LATER, FULL_FIRST, FULL_LATER
 
     def __init__(self, obs, info):
         self.obs, self.info, self.history = obs, info, []
@@ -107,29 +108,36 @@ class Episode:
         if not n:
             return self.first.format(**now)
         past = "\n".join(PAST.format(obs=self.shown(o), action=a) for o, a in self.history[max(0, n - k):])
-        return LATER.format(**now, steps=n, history=past, now=n + 1)
+        return self.later.format(**now, steps=n, history=past, now=n + 1)
 
     def full_prompt(self):
         """--context full: only what is new; what holds for the whole episode is said in the first message."""
         now = self.now(c for c in self.info["admissible"] if c not in self.always)
-        return (FULL_LATER if self.history else self.full_first).format(**now)
+        return (self.full_later if self.history else self.full_first).format(**now)
 
 
 class ShopEpisode(Episode):
     """The same in the shop, where every page repeats the task: it is left out of what was seen."""
 
-    role, first, full_first = SHOP_ROLE, SHOP_FIRST, SHOP_FULL_FIRST
+    role, first, later, full_first, full_later = SHOP_ROLE, SHOP_FIRST, SHOP_LATER, SHOP_FULL_FIRST, SHOP_FULL_LATER
 
     def shown(self, obs):
         pieces, task = obs.split(" [SEP] "), self.info["task"].strip()
         return " [SEP] ".join(f"'{piece}'" for piece in pieces[pieces.index(task) + 1:]) if task in pieces else obs.strip()
 
     def accepts(self, action):
-        return super().accepts(action) or bool(re.match(r"search\[.+\]", action))
+        name, argument = shop_command(action)
+        return name == "search" or name == "click" and argument != "search" and f"click[{argument}]" in self.info["admissible"]
 
     def window_prompt(self, k=2):
         text = super().window_prompt(k)
-        return text if len(text) <= SHOP_LONGEST else self.first.format(**self.now(self.info["admissible"]))
+        return text if k and len(text) <= SHOP_LONGEST else self.first.format(**self.now(self.info["admissible"]))
+
+
+def shop_command(action):
+    """-> (name, argument in lower case), or (None, None) for what the shop does not understand. Greedy: "search[a[b]" is no search."""
+    found = re.match(r"(.+)\[(.+)\]", action)
+    return (found[1], found[2].lower()) if found else (None, None)
 
 
 def parse_action(text, fallback):
@@ -684,12 +692,16 @@ def json_object(path):
 def record(item, about, human, nouns):
     """What is kept of a product: of its entries in the catalogue, the attributes' file, the human instructions and the table of nouns."""
     bullets, prices = item["small_description"], re.findall(r"\$([^$]*)", item.get("pricing") or "")
+    bullets = bullets if isinstance(bullets, list) else [bullets]
     prices = [float(re.sub(r"[^\d.]", "", price)) for price in prices[:2]] or [100.0]
+    attributes = about.get("attributes", ["DUMMY_ATTR"])
+    texts = [item[k] for k in ("asin", "name", "full_description", "category", "query", "product_category")] + bullets + attributes
+    if not all(isinstance(text, str) for text in texts) or not item["asin"].isascii() or not all(map(math.isfinite, prices)):
+        raise ValueError("a text is none, or a price no number")
     options = {name.lower(): [v["value"].strip().replace("/", " | ").lower() for v in values]
                for name, values in (item["customization_options"] or {}).items() if values is not None}
     return {"asin": item["asin"], "title": item["name"], "description": item["full_description"],
-            "bullets": bullets if isinstance(bullets, list) else [bullets], "prices": prices, "options": options,
-            "attributes": about.get("attributes", ["DUMMY_ATTR"]), "category": item["category"], "query": item["query"].lower().strip(),
+            "bullets": bullets, "prices": prices, "options": options, "attributes": attributes, "category": item["category"], "query": item["query"].lower().strip(),
             "product_category": item["product_category"], "nouns": nouns,
             "synthetic": None if about.get("instruction") is None else [about["instruction"], about["instruction_attributes"]],
             "human": [[h["instruction"], h["instruction_attributes"], h["instruction_options"]] for h in human if h["instruction_attributes"]]}
@@ -714,9 +726,11 @@ class Catalogue:
     a folder, and kept below ~/.cache/sapo ($XDG_CACHE_HOME).
 
     product(n)     a product as `record` has it                 search(query)  the numbers of the products that fit best
-    N products:    asins, low, high (prices; high is NaN where there is one), synthetic, human (how many goals), categories and queries (hashes),
-                   rank (in the order of asins), places (N + 1, of the records in products.jsonl)
+    N products:    asins, low, high (prices; high is NaN where there is one), synthetic, human (how many goals; -1: no instruction), categories and
+                   queries (hashes), rank (in the order of asins), places (N + 1, of the records in products.jsonl), filled (how many have a word)
     M terms:       keys (hashes, sorted), first (M + 1); term i is in the products docs[first[i]:first[i + 1]] with those weights"""
+
+    ARRAYS = "asins low high synthetic human categories queries places keys first docs weights filled rank".split()
 
     def __init__(self, data):
         for size in ("", "_1000"):  # all of WebShop's products where they are there, else its thousand
@@ -731,15 +745,19 @@ class Catalogue:
         key = hashlib.sha256(json.dumps([2, stamps]).encode()).hexdigest()[:16]  # 2: the version of what is kept
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sapo")
         self.folder = os.path.join(cache, f"webshop-{key}")
-        os.makedirs(cache, exist_ok=True)
-        with open(f"{self.folder}.lock", "w") as lock:  # of several processes one makes it, the others wait
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.path.isdir(self.folder):
-                self.build()
-        for path in glob.glob(f"{glob.escape(self.folder)}/*.npy"):
-            setattr(self, os.path.basename(path)[:-4], np.asarray(np.load(path, mmap_mode="r")))
-        with open(f"{self.folder}/products.jsonl", "rb") as file:
-            self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if not os.path.isdir(self.folder):
+            os.makedirs(cache, exist_ok=True)
+            with open(f"{self.folder}.lock", "w") as lock:  # of several processes one makes it, the others wait
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.isdir(self.folder):
+                    self.build(f"{self.folder}.new")
+        try:
+            for name in self.ARRAYS:
+                setattr(self, name, np.asarray(np.load(f"{self.folder}/{name}.npy", mmap_mode="r")))
+            with open(f"{self.folder}/products.jsonl", "rb") as file:
+                self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"webshop: {self.folder} is damaged, delete it: {error}") from None
         self.product = functools.lru_cache(1 << 13)(self.product)
         self.search = functools.lru_cache(1 << 12)(self.search)
 
@@ -762,21 +780,23 @@ class Catalogue:
                 product = record(item, about.get(asin, {}), human.get(asin, []), nouns.get(asin))
                 count = Counter(terms(document(product)))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"{self.files[0]}: product {n} is not as WebShop's are ({type(error).__name__}: {error})") from None
+                raise ValueError(f"{self.files[0]}: product {n}, or what the other files say of it, is not as WebShop's are "
+                                 f"({type(error).__name__}: {error})") from None
             seen.add(asin)
             yield product, count
         if len(seen) == 1:
             raise ValueError(f"{self.files[0]} holds no product")
 
-    def build(self):
-        """Reads the files once; what it makes appears all at once or not at all."""
-        folder = tempfile.mkdtemp(dir=os.path.dirname(self.folder))
+    def build(self, folder):
+        """Reads the files once, into `folder`; what it makes appears all at once or not at all."""
+        shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
+        os.mkdir(folder)
         try:
             facts, places, number = [], [0], {}
             words, docs, times, lengths = array("I"), array("I"), array("H"), array("I")
             with open(f"{folder}/products.jsonl", "wb") as file:
                 for n, (product, count) in enumerate(self.records()):
-                    goals = math.prod(map(len, product["options"].values())) if product["synthetic"] else 0
+                    goals = math.prod(map(len, product["options"].values())) if product["synthetic"] else -1
                     facts.append((product["asin"].encode(), *(product["prices"] + [math.nan])[:2], goals, len(product["human"]),
                                   *keys_of([product["category"], product["query"]])))
                     words.extend(number.setdefault(word, len(number)) for word in count)
@@ -844,15 +864,21 @@ class Goals:
     def __init__(self, catalogue, kind="synthetic", seed=0):
         if kind not in ("synthetic", "human"):
             raise ValueError(f"webshop: unknown goals {kind!r}; known: synthetic, human")
+        if not isinstance(seed, int):
+            raise ValueError(f"webshop: the goals' seed must be a whole number, got {seed!r}")
         self.catalogue, self.kind = catalogue, kind
         path = f"{catalogue.folder}/goals-{kind}-{seed}.npz"
-        if not os.path.isfile(path):
-            np.savez(f"{path}.{os.getpid()}.npz", **self.draw(random.Random(seed)))
-            os.replace(f"{path}.{os.getpid()}.npz", path)
-        with np.load(path) as stored:
-            self.prices, self.products, self.parts, self.caps = (stored[name] for name in ("prices", "products", "parts", "caps"))
+        if os.path.isfile(path):
+            with np.load(path) as stored:
+                drawn = dict(stored)
+        else:
+            drawn = self.draw(random.Random(seed))
+            with contextlib.suppress(OSError):  # a folder that cannot be written to: they are drawn again next time
+                np.savez(f"{path}.{os.getpid()}.npz", **drawn)
+                os.replace(f"{path}.{os.getpid()}.npz", path)
+        self.prices, self.products, self.parts, self.caps = (drawn[name] for name in ("prices", "products", "parts", "caps"))
         if not len(self):
-            raise ValueError(f"webshop: none of the products has {kind} goals")
+            raise ValueError(f"webshop: none of the products has {kind} goals; there are synthetic and human ones")
 
     def __len__(self):
         return len(self.products)
@@ -862,33 +888,41 @@ class Goals:
         prices, low, high = np.array(self.catalogue.low), self.catalogue.low, self.catalogue.high
         for n in np.flatnonzero(~np.isnan(high)):
             prices[n] = rng.uniform(float(low[n]), float(high[n]))
-        many, caps = np.array(getattr(self.catalogue, self.kind)), []
-        for n in np.flatnonzero(many):
+        many, products, parts, caps = getattr(self.catalogue, self.kind), array("q"), array("q"), array("d")
+        for n in np.flatnonzero(many >= 0):
             least = int(prices[n] // 10) + 1
             above = [10.0 * i for i in range(least, min(least + 4, 100))]  # the next multiples of ten, below 1000
-            draw = lambda: max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
-            caps += [draw()] * int(many[n]) if self.kind == "synthetic" else [draw() for _ in range(many[n])]
-        order = list(range(many.sum()))
+            for part in range(max(many[n], 1) if self.kind == "synthetic" else many[n]):
+                if part == 0 or self.kind == "human":  # all combinations of a product's options have one cap
+                    cap = max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
+                if part < many[n]:
+                    products.append(n), parts.append(part), caps.append(cap)
+        order = list(range(len(products)))
         random.Random(233).shuffle(order)
-        return {"prices": prices, "products": np.repeat(np.arange(len(many)), many)[order], "caps": np.array(caps)[order],
-                "parts": (np.arange(len(order)) - np.repeat(many.cumsum() - many, many))[order]}
+        return {"prices": prices} | {name: np.array(x)[order] for name, x in (("products", products), ("parts", parts), ("caps", caps))}
 
     def __getitem__(self, i):
         product, part, cap = self.catalogue.product(int(self.products[i])), int(self.parts[i]), float(self.caps[i])
-        text, attributes, *options = product[self.kind] if self.kind == "synthetic" else product[self.kind][part]
         if self.kind == "human":
-            text, options = text.strip("."), options[0]
+            text, attributes, options = product["human"][part]
+            text = text.strip(".")
         else:
-            options = {}
-            for name in sorted(product["options"], reverse=True):  # one of all combinations, the last name's values changing first
-                part, choice = divmod(part, len(product["options"][name]))
-                options[name] = product["options"][name][choice]
-            options = dict(sorted(options.items()))
+            text, attributes = product["synthetic"]
+            options = self.combination(product["options"], part)
             text += " with " * bool(options) + ", and ".join(f"{name}: {value}" for name, value in options.items())
         if cap < ANY_PRICE:
             text += f", and price lower than {cap:.2f} dollars"
         return {k: product[k] for k in ("asin", "title", "query", "category", "product_category", "nouns")} | {
             "text": text, "attributes": attributes, "options": options, "price_upper": cap}
+
+    @staticmethod
+    def combination(options, part):
+        """Number `part` of all combinations of the options, in the order of their names, the last one's values changing first."""
+        out = {}
+        for name in sorted(options, reverse=True):
+            part, choice = divmod(part, len(options[name]))
+            out[name] = options[name][choice]
+        return dict(sorted(out.items()))
 
     def split(self, split):
         """Numbers of the goals of train, valid or test, which share no product; or of the original's test_500, eval_1000 and train_rest,
@@ -942,8 +976,8 @@ def spacy_model():
 
 
 @functools.lru_cache(1 << 13)
-def guessed_nouns(title):
-    """The nouns of a title by spaCy's model, where one is installed, or None."""
+def spacy_nouns(title):
+    """The nouns of a title by spaCy's model, or None where none is installed."""
     return spacy_model() and [t.text.lower() for t in spacy_model()(title) if t.pos_ in ("NOUN", "PROPN")]
 
 
@@ -954,9 +988,8 @@ def warn_of_nouns():
 
 
 def nouns_of(product):
-    known = guessed_nouns(product["title"])
-    if known is None:
-        known = product["nouns"]
+    """By title_nouns.json, which does not depend on what is installed; else by spaCy's model; else guessed, with a warning."""
+    known = spacy_nouns(product["title"]) if product["nouns"] is None else product["nouns"]
     if known is None:
         warn_of_nouns()
         known = [word for word in re.findall(r"[a-z]+", product["title"].lower()) if word not in STOPWORDS]
@@ -990,10 +1023,7 @@ def purchase_score(product, price, options, goal):
 
 BACK, PREV, NEXT = ("Back to Search", "button"), ("< Prev", "button"), ("Next >", "button")
 SUBPAGES = ("description", "features", "reviews")
-DONE_TEXT = ["Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)", "Purchased", "asin", None, "options", None,
-             *"attrs None category None query None".split(), "product category", "None", "Target", "asin", "options", "attrs", "price upper",
-             "instuction text", "category", "product category", "query", "Goal ", "None", "Reward", "Your score (min 0.0, max 1.0)", None,
-             "Reward Details ", "None"]
+NO_OPTIONS = {"search", "back to search", "< prev", "buy now", *SUBPAGES}  # what a click does not take for an option's value
 
 
 def price_tag(product):
@@ -1025,7 +1055,7 @@ class WebShop:
         if not 0 <= number < len(self.goals):
             raise ValueError(f"webshop: no goal {number}; there are {len(self.goals)}, from 0")
         self.goal, self.target = self.goals[number], int(self.goals.products[number])
-        self.steps, self.score, self.rng = 0, 0.0, None
+        self.steps, self.score, self.rng = 0, 0.0, random.Random(number)
         self.go_home()
         return self.observation(), self.info()
 
@@ -1036,12 +1066,11 @@ class WebShop:
 
     def step(self, action):
         self.score, bought = 0.0, False
-        what = re.match(r"(.+)\[(.+)\]", action)
-        name, x = (what[1], what[2].lower()) if what else (None, None)
+        name, argument = shop_command(action)
         if name == "search":
-            self.look_up(x.split(" "), 1)
-        elif name == "click" and x != "search" and x in self.clickables():
-            bought = self.click(x)
+            self.look_up(argument.split(" "), 1)
+        elif name == "click" and argument != "search" and argument in self.clickables():
+            bought = self.click(argument)
         self.steps += 1
         return self.observation(), REWARD * (self.score == 1.0), bought, self.steps >= self.horizon and not bought, self.info()
 
@@ -1053,22 +1082,19 @@ class WebShop:
         """The results page `number` of a search."""
         self.page, self.keywords, self.page_number, self.item, self.options = "results", keywords, number, None, {}
         self.hits = self.find(keywords)
-        self.shown = self.hits[10 * (number - 1):10 * number]
+        self.on_page = self.hits[10 * (number - 1):10 * number]
 
     def find(self, keywords):
         """Products for a query, best first. The original's three special first words are kept: <r> draws fifty, <c> and <q> name a
         category or a product's own query."""
-        shelf = self.catalogue
-        if keywords[0] == "<r>":
-            if self.rng is None:  # where the original's stream stands when its first episode begins
-                self.rng = random.Random(233)
-                self.rng.shuffle(list(range(len(self.goals))))
-                [self.rng.random() for _ in range(11)]
-            return self.rng.sample(range(len(shelf)), min(50, len(shelf)))
-        if keywords[0] in ("<c>", "<q>"):
-            word = keywords[1] if keywords[0] == "<c>" and keywords[1:] else " ".join(keywords[1:])
-            return np.flatnonzero((shelf.categories if keywords[0] == "<c>" else shelf.queries) == keys_of([word.strip()])[0]).tolist()
-        return shelf.search(" ".join(keywords))
+        first, *rest = keywords
+        if first == "<r>":
+            return self.rng.sample(range(len(self.catalogue)), min(50, len(self.catalogue)))
+        if first == "<c>":
+            return np.flatnonzero(self.catalogue.categories == keys_of([rest[0].strip() if rest else ""])).tolist()
+        if first == "<q>":
+            return np.flatnonzero(self.catalogue.queries == keys_of([" ".join(rest).strip()])).tolist()
+        return self.catalogue.search(" ".join(keywords))
 
     def click(self, x):
         """Follows a clickable; true where that was a purchase."""
@@ -1085,7 +1111,7 @@ class WebShop:
         elif x in SUBPAGES and self.page == "item":
             self.page = x
         elif self.page == "results":
-            self.page, self.item = "item", next(n for n in self.shown if self.catalogue.product(n)["asin"].lower() == x)
+            self.page, self.item = "item", next(n for n in self.on_page if self.catalogue.product(n)["asin"].lower() == x)
             self.visited.add(self.item)
         else:
             if x != "< prev":  # of a sub-page, which leads back to the product
@@ -1111,7 +1137,7 @@ class WebShop:
         top = plain("Instruction:", self.goal["text"]) + [BACK]
         if self.page == "results":
             out = top + plain(f"Page {self.page_number} (Total results: {len(self.hits)})") + [PREV] * (self.page_number > 1) + [NEXT]
-            for product in map(self.catalogue.product, self.shown):
+            for product in map(self.catalogue.product, self.on_page):
                 out += [(product["asin"], "link")] + plain(product["title"], price_tag(product))
             return out
         product = self.catalogue.product(self.item)
@@ -1125,20 +1151,22 @@ class WebShop:
             options = json.dumps(self.options, sort_keys=True)
             for c in "<>&'":
                 options = options.replace(c, f"\\u{ord(c):04x}")
-            blanks = iter((product["asin"], options, str(self.paid)))
-            return plain(*(next(blanks) if text is None else text for text in DONE_TEXT))
+            return plain("Thank you for shopping with us!", "Your code: ", "None", " (Paste it in your MTurk interface.)", "Purchased", "asin", product["asin"],
+                         "options", options, "attrs", "None", "category", "None", "query", "None", "product category", "None", "Target", "asin", "options",
+                         "attrs", "price upper", "instuction text", "category", "product category", "query", "Goal ", "None", "Reward",
+                         "Your score (min 0.0, max 1.0)", str(self.paid), "Reward Details ", "None")
         return top + [PREV] + plain(*{"description": [product["description"]], "features": [f" {b}" for b in product["bullets"]], "reviews": []}[self.page])
 
     def observation(self):
         nodes = []
         for text, kind in self.nodes():
-            if not text.strip(" \t\n\f\r"):
-                text = "" if "\n" in text else text[:1] and " "
-            if text:
+            if text.strip(" \t\n\f\r"):
                 nodes.append((text, kind))
+            elif text and "\n" not in text:  # what HTML makes of blanks
+                nodes.append((" ", kind))
         if self.mode == "text":
             return " [SEP] ".join(text.strip() for text, _ in nodes)
-        # an option counts as chosen where the page's address has it in quotes
+        # an option counts as chosen where the page's address, query and all, has it in quotes
         address, chosen, out = f"{'+'.join(self.keywords)}/{self.page_number}/{json.dumps(self.options)}", "", ""
         for text, kind in nodes:
             clicked = f'"{text}"' in address if kind == "label" else kind == "link" and any(
@@ -1168,7 +1196,8 @@ class WebShop:
         for wanted in self.goal["options"].items() if isinstance(self.goal["options"], dict) else self.goal["options"]:
             word = wanted if isinstance(wanted, str) else wanted[1]
             like = lambda value: (value == word, token_set_ratio(first_color(value), str(first_color(wanted))))
-            free = {value: name for value, name in self.owners(self.target).items() if name not in out}
+            free = {value: name for value, name in self.owners(self.target).items()
+                    if name not in out and value not in NO_OPTIONS and shop_command(f"click[{value}]") == ("click", value)}
             best = max(free, key=like, default=None)
             if best is not None and like(best) > (False, 85):
                 out[free[best]] = best
@@ -1180,9 +1209,10 @@ class WebShop:
             start, hits = self.page_number, self.hits
             way = []
         else:
-            plain = lambda text: " ".join(text.split())
+            plain = lambda text: " ".join(re.sub(r"[][]", " ", text).split())  # brackets are the commands' own
             text = self.goal["text"].split(", and price lower than ")[0]
             queries = [plain(q) for q in (text, text.split(" with ")[0], product["query"], product["title"], document(product)[:500])]
+            queries = [q for q in queries if q]
             found = [(hits.index(self.target) // 10, n) for n, hits in enumerate(self.find(q.split(" ")) for q in queries) if self.target in hits]
             if not found:
                 return None
@@ -1513,7 +1543,8 @@ def worker_main():
 
 def random_command(rng, info):
     command = rng.choice(info["admissible"])
-    return f"search[{' '.join(rng.sample(info['task'].split(), 4))}]" if command.startswith("search[") else command
+    words = info["task"].split()
+    return f"search[{' '.join(rng.sample(words, min(4, len(words))))}]" if command.startswith("search[") else command
 
 
 def wander(env, task, steps):
@@ -1583,11 +1614,12 @@ def play(env, task):
         print("\nCommands: " + quoted(info["admissible"]))
         try:
             typed = input("> ").strip().lower()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             return print()
-        action = typed or (env.expert() or info["admissible"])[0]
+        plan = env.expert()
+        action = typed or (plan or info["admissible"])[0]
         obs, reward, terminated, truncated, info = env.step(action)
-        print(("" if typed else f"(the expert: {action})\n") + obs.strip())
+        print(("" if typed else f"(the expert: {action})\n" if plan else f"(the expert knows no way to win: {action})\n") + obs.strip())
         over = terminated or truncated
     print(f"\n{'Won' if info['won'] else 'Over' if terminated else 'Out of time'}: reward {reward:g}, score {info['score']:.3g}")
 

@@ -197,9 +197,9 @@ def evaluate(args):
         folder = weights
     setting = run | {k: v for k, v in vars(args).items() if v is not None}
     env = setting["env"]
-    if run["env"] != env and not args.horizon:
-        setting["horizon"] = None  # not the other environment's
-    setting.setdefault("max_prompt", 4096 if env == "webshop" else 2048)
+    if run["env"] != env:
+        setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
+    setting["max_prompt"] = setting.get("max_prompt") or (4096 if env == "webshop" else 2048)
     options = envs.options_for(env, setting)
     for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
         if setting[name] < least:
@@ -211,7 +211,8 @@ def evaluate(args):
     workers = setting.get("workers")
     pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
     sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
-    out = args.out or (os.path.join(args.model, f"eval-{split}.json") if is_run else "eval.json")
+    name = f"eval-{split}-human.json" if options.get("goals") == "human" else f"eval-{split}.json"
+    out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")
     out = out if out.endswith(".json") else os.path.join(out, "eval.json")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     records = []
@@ -220,7 +221,7 @@ def evaluate(args):
             sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
             max_context=setting.get("max_context"), title=f"{env} {split}")]
     pool.close()
-    result = report(records) | {"model": args.model, "env": env, "split": split, "temperature": args.temperature, "repeats": args.repeats}
+    result = report(records) | {"model": args.model, "env": env, "goals": options.get("goals"), "split": split, "temperature": args.temperature, "repeats": args.repeats}
     with open(out, "w") as file:
         json.dump(result, file, indent=1)
     with open(os.path.splitext(out)[0] + ".jsonl", "w") as file:

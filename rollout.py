@@ -722,6 +722,7 @@ def main():
     add("--compile", action="store_true", help="torch.compile kv's decoding step")
     add("--env", default="house", help="house, alfworld, webshop, or none")
     add("--data", help="alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue")
+    add("--goals", help="webshop: synthetic or human")
     add("--horizon", type=int, default=8, help="turns a game may take")
     args = parser.parse_args()
     for name, least in (("rows", 1), ("prompt", 2), ("new", 9), ("repeats", 1), ("horizon", 1), ("mean", 0)):

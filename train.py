@@ -219,7 +219,8 @@ def check(config):
     if config.env == "alfworld" and importlib.util.find_spec("alfworld") is None:
         raise ValueError("--env alfworld needs the alfworld package: pip install alfworld")
     envs.make_env(config.env, **env_options(config))
-    envs.tasks(config.env, "train", **env_options(config))
+    for split in ("train", envs.known(config.env).held_out[0]):
+        envs.tasks(config.env, split, **env_options(config))
 
 
 def env_options(config):
