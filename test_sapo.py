@@ -2035,6 +2035,111 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
     assert train.update(lm, optimizer, batches[1], config)["skipped"] == 0 and optimizer.steps == 1
 
 
+# ---- the algorithms SAPO is compared with
+
+ALGOS = ["ppo", "grpo", "rloo", "gigpo", "empg"]
+
+
+def judged(tmp_path, *flags):
+    """As prepared(), by the algorithm of the flags; turns of random returns, some of them invalid, some of one observation."""
+    config = small_config(tmp_path, "--tasks", "6", "--group", "3", *flags)
+    lm = random_model("qwen2", 1)
+    turns = play(lm, "kv", config.context, 1.0)[0]
+    rng = random.Random(0)
+    for t in turns:
+        t.reward, t.invalid, t.seen = rng.choice([0, 0, 10.0]) * t.done, rng.random() < 0.2, rng.choice("ab")
+    batches = train.mini_batches(turns, config, 0)
+    chunks = [c for b in batches for c in b]
+    learner = train.make_learner(lm, config)
+    if learner.critic:
+        torch.nn.init.normal_(learner.critic.head.weight, std=0.1)
+    values, _ = learner.judge(chunks, config, train.Clock(types.SimpleNamespace(seconds=0.0)))
+    return config, learner, batches, chunks, values
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+@pytest.mark.parametrize("algo", ["grpo", "rloo", "gigpo", "empg"])
+def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
+    config, learner, _, chunks, values = judged(tmp_path, "--algo", algo, "--context", context)
+    turns = [t for c in chunks for t in c.turns]
+    rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.seen), t.reward) for t in turns]
+    entropy = [c.entropy[c.batch.owner == n].mean().item() for c in chunks for n in range(len(c.turns))]
+    expected = rloo_by_loop(rows) if algo == "rloo" else gigpo_by_loop(rows, 0.95, 1.0, True) if algo == "gigpo" else grpo_by_loop(rows)
+    expected = empg_by_loop(expected, rows, entropy, 1.0, 1.0, 0.1) if algo == "empg" else expected
+    found = [(c.adv[c.batch.owner == n].unique(), t) for c in chunks for n, t in enumerate(c.turns)]
+    for (adv, t), e in zip(found, expected):
+        torch.testing.assert_close(adv, torch.tensor([e - 0.1 * t.invalid], dtype=torch.float32), atol=1e-5, rtol=1e-5)
+    assert not any(c.adv[~c.batch.mask].any() or c.y_v.any() for c in chunks) and learner.critic is None and config.c_v == config.c_q == 0
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_path, context):
+    config, learner, batches, chunks, (v, q, _) = judged(tmp_path, "--algo", "ppo", "--context", context)
+    total = returns_by_loop([(t.traj, 0, 0, 0, t.reward) for c in chunks for t in c.turns])
+    adv, found = [], []
+    for c in chunks:
+        values, target, counts = c.critic
+        assert counts.equal(c.batch.mask) and values.abs().max() > 0
+        for n, t in enumerate(c.turns):
+            mine = c.batch.owner == n
+            score = (total[t.traj] - 0.1 * t.invalid) / 10
+            torch.testing.assert_close(target[mine], torch.full_like(target[mine], score), atol=1e-5, rtol=1e-5)  # gamma = lambda = 1
+            adv += (score - values[mine]).tolist()
+            found += c.adv[mine].tolist()
+    mean = sum(adv) / len(adv)
+    std = math.sqrt(sum((a - mean) ** 2 for a in adv) / len(adv))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor([(a - mean) / std for a in adv]), atol=1e-4, rtol=1e-4)
+    assert len(v) == len(q) == sum(len(c.turns) for c in chunks) and not q.any()
+    before = [p.clone() for p in learner.lm.model.parameters()]
+    losses = [learner.learn_values(batches[0], config, 0, 100)["loss_critic"] for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0] and all(a.equal(b) for a, b in zip(before, learner.lm.model.parameters()))
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, context):
+    config, learner, _, chunks, (v, q, _) = judged(tmp_path, "--critic", "separate", "--context", context)
+    turns = [t for c in chunks for t in c.turns]
+    values = torch.cat([c.critic[0][c.batch.seq, c.batch.start] for c in chunks])
+    column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns])
+    adv, y_v, _ = turn_targets(column("traj"), column("turn"), column("reward"), column("done"), 10 * values, torch.zeros_like(values), gamma=0.95, lam=0.95)
+    adv = normalize_advantages(adv, invalid=column("invalid"), c_inv=0.1)
+    torch.testing.assert_close(v, 10 * values)
+    for part, c in zip(adv.split([len(c.turns) for c in chunks]), chunks):
+        torch.testing.assert_close(c.adv, c.batch.spread(part))
+        assert c.critic[2].sum() == len(c.turns)  # only V before the response is trained
+    torch.testing.assert_close(torch.cat([c.critic[1][c.batch.seq, c.batch.start] for c in chunks]), y_v / 10)
+
+
+def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(tmp_path):
+    config = small_config(tmp_path, "--algo", "gigpo", "--tasks", "16")
+    assert config.group == 8 and config.critic == "none" and config.c_v == 0
+    drawn = train.pick_tasks(list("abcd"), config, 0) + train.pick_tasks(list("abcd"), config, 1)
+    assert all(len(set(drawn[i:i + 8])) == 1 for i in range(0, 32, 8)) and sorted(set(drawn)) == list("abcd")
+    assert small_config(tmp_path).group == 1 and small_config(tmp_path).critic == "shared" and small_config(tmp_path, "--algo", "ppo").critic == "separate"
+    for flags, says in ((("--algo", "a2c"), "unknown --algo"), (("--algo", "grpo"), "multiple of --group"), (("--algo", "ppo", "--critic", "shared"), "goes with"),
+                        (("--algo", "rloo", "--tasks", "8", "--critic", "separate"), "goes with"), (("--algo", "empg", "--tasks", "8", "--old", "rollout"), "entropies")):
+        with pytest.raises(ValueError, match=says):
+            small_config(tmp_path, *flags)
+
+
+@pytest.mark.parametrize("flags", [["--algo", "gigpo"], ["--algo", "ppo", "--context", "full"]], ids=" ".join)
+def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, flags):
+    """Groups are split over the ranks; a checkpoint holds the critic and its optimizer."""
+    every = ["--tasks", "6", "--group", "3", "--horizon", "5", "--eval_games", "0", "--mini_batch", "12", "--lr_end", "1", *flags]
+    run = lambda *more: subprocess.run([sys.executable, *more], cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    run("train.py", *every, "--iterations", "2", "--out", str(tmp_path / "one"))
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *every, "--iterations", "2", "--out", str(tmp_path / "two"))
+    read = lambda name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(read("one"), read("two")):
+        for key in {"success", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic", "grad_norm_critic"} & set(a):
+            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-5), key
+    run("train.py", *every, "--iterations", "1", "--out", str(tmp_path / "cut"))
+    run("train.py", *every, "--iterations", "2", "--out", str(tmp_path / "cut"), "--resume")
+    for file in ["model.safetensors", "critic.pt"]:
+        paths = [tmp_path / name / "checkpoint" / file for name in ("one", "cut")]
+        assert file == "critic.pt" and "gigpo" in flags or paths[0].read_bytes() == paths[1].read_bytes()
+
+
 def test_the_learning_rate_rises_over_steps_and_falls_over_iterations(tmp_path):
     config = small_config(tmp_path, "--lr", "1", "--lr_rise", "4", "--lr_end", "0.5", "--iterations", "10")
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
@@ -2376,7 +2481,14 @@ def test_the_bench_prints_the_runtime_table(monkeypatch, capsys):
     for context in ("window", "full"):
         run_main(train, monkeypatch, "--bench", "--tasks", 3, "--turns", 2, "--prompt", 20, "--response", 5, "--repeats", 1, "--context", context)
         said = capsys.readouterr().out
-        assert all(re.search(rf"^{name} +[\d.]+ s", said, re.M) for name in ("rollout", "old", "ref", "update", "total")) and "times as fast" in said
+        assert all(re.search(rf"^{name} +[\d.]+ s", said, re.M) for name in ("rollout", "old", "ref", "update", "after rollout")) and "times as fast" in said
+
+
+def test_the_bench_puts_ppo_beside_sapo(monkeypatch, capsys, tmp_path):
+    run_main(train, monkeypatch, "--bench", "--ppo", "--tasks", 3, "--turns", 2, "--prompt", 20, "--response", 5, "--repeats", 2, "--out", tmp_path)
+    said, seconds = capsys.readouterr().out, json.loads((tmp_path / "bench.json").read_text())["seconds"]
+    assert re.search(r"^after rollout +[\d.]+ s +[\d.]+ s +sapo / ppo 0\.\d+$", said, re.M) and seconds["sapo"]["rollout"] == seconds["ppo"]["rollout"]
+    assert seconds["sapo"]["values"] == seconds["sapo"]["critic"] == 0 < min(seconds["ppo"].values())
 
 
 def test_what_must_not_be_interrupted_is_not():

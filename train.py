@@ -1187,45 +1187,71 @@ def bench(argv):
     for name, default, text in (("turns", 50, "turns of a trajectory"), ("prompt", 500, "mean length of a prompt in tokens"),
                                 ("response", 100, "mean length of a response in tokens"), ("repeats", 3, "iterations; medians are printed")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
+    parser.add_argument("--ppo", action="store_true", help="PPO with its critic beside it, on the same trajectories")
     size, rest = parser.parse_known_args(argv)
     config = parse_config([*rest, "--max_new", str(4 * size.response)])
     check_memory(config, print)
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed, words=envs.words(), random_weights=config.model != "tiny")
-    lm.compile, reference = config.compile, dataclasses.replace(lm, model=copy.deepcopy(lm.model), compile=config.compile)
+    lm.compile = config.compile
     if config.checkpointing:
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     vocabulary = np.random.default_rng(0).permutation(min(lm.model.config.vocab_size, *lm.value_ids) - 5) + 5
     talker = dataclasses.replace(lm, stop_ids=tuple(int(i) for i in vocabulary[:len(vocabulary) // size.response]))  # one word in so many ends it
-    sampler, optimizer, laps, cuda = sampler_for(talker, config), optimizer_for(lm.model, config), [], torch.cuda.is_available()
+    sampler, learner, cuda = sampler_for(talker, config), make_learner(lm, config), torch.cuda.is_available()
+    algos = {config.algo: (learner, config)}
+    if size.ppo and config.algo != "ppo":  # the same policy, optimizer and reference: what PPO does beside them is what it costs
+        rival = dataclasses.replace(config, algo="ppo", critic="separate", c_v=0.0, c_q=0.0)
+        critic = Critic(lm)
+        algos["ppo"] = dataclasses.replace(learner, critic=critic, critic_optimizer=optimizer_for(critic, rival)), rival
+    laps, pool = {algo: [] for algo in algos}, envs.Pool("house")
     for n in range(size.repeats + 1):
-        clock = Clock(envs.Pool("house"))
+        began = Clock(pool)
         turns = replay(sampler, config, size.turns, size.prompt, size.response)
-        clock.lap("rollout")
-        batches = mini_batches(turns, config, n)
-        chunks = [c for b in batches for c in b]
-        evaluate_old(lm, chunks, config.old)
-        clock.lap("old")
-        evaluate_reference(reference, chunks)
-        clock.lap("ref")
-        set_targets(chunks, config, lm.device)
-        for step, minibatch in enumerate(batches):
-            set_lr(optimizer, config.lr, config, 0, step)
-            update(lm, optimizer, minibatch, config)
-        clock.lap("update")
-        laps.append(clock.total())
+        began.lap("rollout")
+        for algo in sorted(algos, reverse=n % 2 == 1):  # now one first, now the other
+            chunks, lap = one_iteration(*algos[algo], turns, n, Clock(pool))
+            laps[algo].append(began.laps | lap)
     count = lambda f: sum(int(f(c.batch)) for c in chunks)
     real, scored, processed = count(lambda b: b.length.sum()), count(lambda b: b.mask.sum()), count(lambda b: b.ids.numel())
     squares = count(lambda b: (b.length ** 2).sum())
     print(f"{config.model}, {config.dtype}, {config.context}: {config.tasks} trajectories of {size.turns} turns, {real} tokens of which {scored} sampled; "
           f"real / processed tokens {real / processed:.3f}; medians of {size.repeats}")
     peak = limits(lm.device)[1] if cuda else None
-    for name, passes in (("rollout", 0), ("old", 1), ("ref", 1), ("update", 3)):
-        seconds = float(np.median([lap[f"time_{name}"] for lap in laps[1:]]))
-        mfu = f", MFU {passes * lm.operations(real, scored, squares) / seconds / peak:.1%}" if cuda and passes else ""
-        print(f"{name:8}{seconds:9.2f} s{real / seconds:12.0f} tokens/s{mfu}")
+    phases = {algo: {name: float(np.median([lap.get(f"time_{name}", 0.0) for lap in some[1:]])) for name in PHASES} for algo, some in laps.items()}
+    print(" " * 15 + "".join(f"{algo:>11}" for algo in phases) + f"   tokens/s of {config.algo}")
+    for name, passes in PHASES.items():
+        seconds = phases[config.algo][name]
+        mfu = f", MFU {passes * lm.operations(real, scored, squares) / seconds / peak:.1%}" if cuda and passes and seconds else ""
+        if any(times[name] for times in phases.values()):
+            print(f"{name:15}" + "".join(f"{times[name]:9.2f} s" for times in phases.values()) + (f"{real / seconds:14.0f}{mfu}" if seconds else ""))
+    after = {algo: sum(times.values()) - times["rollout"] for algo, times in phases.items()}
+    print(f"{'after rollout':15}" + "".join(f"{seconds:9.2f} s" for seconds in after.values())
+          + (f"   {config.algo} / ppo {after[config.algo] / after['ppo']:.3f}" if len(after) > 1 else ""))
     used = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"total   {np.median([lap['time_total'] for lap in laps[1:]]):9.2f} s   peak memory {used / 1e9:.2f} GB")
+    print(f"peak memory {used / 1e9:.2f} GB")
+    if "--out" in rest:
+        os.makedirs(config.out, exist_ok=True)
+        write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "seconds": phases} | versions(), indent=1))
     compare_updates(lm, turns, config)
+
+
+# What an iteration consists of, and how many forward passes it is worth to the policy
+PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
+
+
+def one_iteration(learner, config, turns, n, clock):
+    """Lines 3 to 7 on given turns. -> (their chunks, seconds by phase)."""
+    batches = mini_batches(turns, config, n)
+    chunks = [c for b in batches for c in b]
+    learner.judge(chunks, config, clock)
+    for step, minibatch in enumerate(batches):
+        learner.learn(minibatch, config, 0, step)
+    clock.lap("update")
+    if learner.critic:
+        for step, minibatch in enumerate(batches):
+            learner.learn_values(minibatch, config, 0, step)
+        clock.lap("critic")
+    return chunks, clock.laps
 
 
 def compare_updates(lm, turns, config):
