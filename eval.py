@@ -4,6 +4,7 @@
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
     python eval.py --model runs/webshop-tiny-0 --split test_500          in the shop: score and success
     python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: every seed thin, the mean thick
+    python eval.py --table runs/*                                        the paper's table: mean and deviation over seeds, as Markdown
 
 Every game of the split is played exactly once (--repeats: so many times), in sorted order; success, and in the shop the score, are
 printed in the paper's columns with n and a 95 % interval (Wilson's for success). Writes OUT (a JSON report) and beside it one line per episode (.jsonl).
@@ -107,6 +108,99 @@ def read_run(folder):
     return config, lines
 
 
+def read_result(folder):
+    """-> (config, eval.json, lines of metrics.jsonl) of a finished run."""
+    config, lines = read_run(folder)
+    try:
+        with open(os.path.join(folder, "eval.json")) as file:
+            return config, json.load(file), lines
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} is not finished: {error}") from None
+
+
+def by_setting(folders, read):
+    """What `read` finds in the folders, in groups that differ in nothing but their seed; folders without a run are named and left out."""
+    groups = {}
+    for folder in folders:
+        try:
+            found = read(folder)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        same = {k: v for k, v in found[0].items() if k not in ("seed", "out", "git", "versions")}
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append(found)
+    if not groups:
+        raise ValueError("none of these folders is a run of train.py")
+    return list(groups.values())
+
+
+NAMES = {"sapo": "SAPO", "ppo": "PPO", "grpo": "GRPO", "rloo": "RLOO", "gigpo": "GiGPO", "empg": "EMPG"}
+IMPLIED = {"algo", "group", "critic", "c_v", "c_q", "without_std", "git", "versions", "seed", "out", "data", "workers", "resume"}
+
+
+def labels(configs):
+    """A name for each setting: the method, and whatever else the settings do not have in common."""
+    differing = [k for k in configs[0] if k not in IMPLIED and len({json.dumps(c.get(k)) for c in configs}) > 1]
+    out = []
+    for c in configs:
+        parts = [NAMES[c.get("algo", "sapo")] + (" without std" if c.get("without_std") else "")]
+        if parts == ["SAPO"]:
+            parts += [word for word, so in (("separate critic", c.get("critic") == "separate"), ("no V, no Q", c.get("critic") != "separate" and not c["c_v"] and not c["c_q"]),
+                                            ("no Q", c["c_v"] and not c["c_q"])) if so]
+        out.append(", ".join(parts + [f"{k} {c.get(k)}" for k in differing]))
+    return out
+
+
+def paper_table(folders):
+    """The paper's Table 1 from finished runs, as Markdown: mean and standard deviation over seeds in percent, and what it cost."""
+    groups = by_setting(folders, read_result)
+    env = envs.known(groups[0][0][0]["env"])
+    columns = ["score", "success"] if env.graded else [*env.categories.values(), "success"]
+    heads = {"score": "Score", "success": "Success" if env.graded else "All"}
+
+    def spread(values, digits=1):
+        values = [v for v in values if v is not None]
+        if not values:
+            return "–"
+        return f"{np.mean(values):.{digits}f}" + (f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "")
+
+    def row(title, runs, before=""):
+        cells = [spread([None if x is None else 100 * x for x in (
+            result[f"{c}{before}"] if c in heads else result[f"success{before}_by_category"].get(c) for _, result, _ in runs)]) for c in columns]
+        seconds = [sum(line["time_total"] for line in lines) for *_, lines in runs]
+        tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in lines) / 1e6 for *_, lines in runs]
+        memory = [max(line.get("peak_memory", 0) for line in lines) for *_, lines in runs]
+        cost = ["", "", ""] if before else [spread(seconds, 0), spread(tokens, 2), f"{max(memory):.2f}" if max(memory) else "–"]
+        return "| " + " | ".join([title, str(len(runs)), *cells, *cost]) + " |"
+
+    titles = ["method", "seeds", *(heads.get(c, c) for c in columns), "seconds", "M tokens", "GB"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines.append(row("start", groups[0], "_before"))
+    return "\n".join(lines + [row(name, runs) for name, runs in zip(labels([runs[0][0] for runs in groups]), groups)])
+
+
+def plot_phases(reports, path):
+    """The paper's runtime figure: seconds of an iteration by phase, method beside method, of `train.py --bench --ppo --out RUN`."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 3.6), layout="constrained", squeeze=False)
+    for ax, report in zip(axes[0], reports):
+        algos, bottom = list(report["seconds"]), np.zeros(len(report["seconds"]))
+        for phase in report["seconds"][algos[0]]:
+            heights = np.array([report["seconds"][a][phase] for a in algos])
+            if heights.any():
+                ax.bar([NAMES[a] for a in algos], heights, bottom=bottom, width=0.6, label=phase)
+                bottom += heights
+        for n, height in enumerate(bottom):
+            ax.text(n, height, f"{height:.1f}", ha="center", va="bottom")
+        ax.set(title=f"{report['model']}, {report['versions']['device']}", ylabel="seconds an iteration")
+        ax.legend(fontsize=8)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
 PANELS = {"success": "success of the rollouts", "v_explained_variance": "explained variance of V",
           "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
 
@@ -117,21 +211,11 @@ def plot(folders, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups = {}
-    for folder in folders:
-        try:
-            config, lines = read_run(folder)
-        except ValueError as error:
-            print(f"left out: {error}", file=sys.stderr)
-            continue
-        same = {k: v for k, v in config.items() if k not in ("seed", "out", "git", "versions")}
-        groups.setdefault(json.dumps(same, sort_keys=True), []).append((config, lines))
-    if not groups:
-        raise ValueError("none of these folders is a run of train.py")
+    groups = by_setting(folders, read_run)
+    names = labels([runs[0][0] for runs in groups])
     fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
-    for n, runs in enumerate(groups.values()):
-        config = runs[0][0]
-        label = f"{config['model']} on {config['env']}, {config['context']}" + (f", {len(runs)} seeds" if len(runs) > 1 else "")
+    for n, runs in enumerate(groups):
+        label = names[n] + (f", {len(runs)} seeds" if len(runs) > 1 else "")
         for ax, (key, title) in zip(axes, PANELS.items()):
             curves = [[line[key] for line in lines] for _, lines in runs]
             for curve in curves:
@@ -143,6 +227,9 @@ def plot(folders, path):
                 ax.lines[-1].set_label(label)
             ax.set(title=title, xlabel="iteration")
             ax.grid(alpha=0.3)
+    places = {f"{c['model']} on {c['env']}" for (c, _), *_ in groups}
+    if len(places) == 1:
+        fig.suptitle(*places)
     axes[0].set_ylim(0, 1.02)
     axes[0].legend(fontsize=8)
     fig.savefig(path, dpi=110)
@@ -173,11 +260,18 @@ def main():
                              ("max_prompt", int, "tokens a window prompt may take"), ("max_context", int, "tokens a conversation may take"),
                              ("places", int, "house: its size"), ("objects", int, "house: its size"), ("workers", int, "processes that play")):
         add(f"--{name}", type=kind, help=f"{text} (default: the run's)")
-    add("--plot", nargs="+", metavar="RUN", help="draw the curves of these runs in one figure (--out, default curves.png) and stop")
+    add("--plot", nargs="+", metavar="RUN", help="draw the curves of these runs, or the phases of these benches, in one figure (--out, default curves.png) and stop")
+    add("--table", nargs="+", metavar="RUN", help="print the paper's table of these finished runs as Markdown and stop")
     args = parser.parse_args()
     try:
+        if args.table:
+            return print(paper_table(args.table))
         if args.plot:
-            plot(args.plot, args.out or "curves.png")
+            benches = [path for path in (os.path.join(folder, "bench.json") for folder in args.plot) if os.path.isfile(path)]
+            if benches:
+                plot_phases([json.load(open(path)) for path in benches], args.out or "curves.png")
+            else:
+                plot(args.plot, args.out or "curves.png")
             return print(f"wrote {args.out or 'curves.png'}")
         evaluate(args)
     except (ValueError, OSError, ImportError, envs.GameError) as error:

@@ -2560,6 +2560,38 @@ def test_intervals_and_tables():
     assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6] and evaluation.spaced([1, 2], 0) == [1, 2]
 
 
+def a_run(folder, success, seconds, env="house", **config):
+    """The files of a finished run as train.py leaves them."""
+    folder.mkdir()
+    base = {"model": "tiny", "env": env, "algo": "sapo", "critic": "shared", "c_v": 0.5, "c_q": 0.25, "lam": 0.95, "seed": 0, "out": str(folder)}
+    (folder / "config.json").write_text(json.dumps(base | config))
+    line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0, "peak_memory": 1.5, "success": success} | {k: 0.0 for k in evaluation.PANELS}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line) + "\n")
+    result = {"success": success, "success_before": 0.25, "score": success, "score_before": 0.5, "success_by_category": {"Pick": success, "Look": None},
+              "success_before_by_category": {"Pick": 0.2}}
+    (folder / "eval.json").write_text(json.dumps(result))
+    return str(folder)
+
+
+def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
+    runs = [a_run(tmp_path / "a", 0.8, 10, seed=1), a_run(tmp_path / "b", 0.9, 20, seed=2), a_run(tmp_path / "c", 0.5, 5, algo="ppo", critic="separate", c_v=0, c_q=0),
+            a_run(tmp_path / "d", 0.4, 5, lam=0.9), a_run(tmp_path / "e", 0.3, 5, c_v=0, c_q=0), a_run(tmp_path / "f", 0.2, 5, algo="gigpo", without_std=True)]
+    (tmp_path / "torn").mkdir()
+    run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn")
+    said = capsys.readouterr()
+    rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
+    assert rows[0][:4] == ["method", "seeds", "Pick", "Look"] and rows[0][-4:] == ["All", "seconds", "M tokens", "GB"] and "left out" in said.err
+    assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
+    assert rows[3] == ["SAPO, lam 0.95", "2", "85.0 ± 7.1", *["–"] * 5, "85.0 ± 7.1", "30 ± 14", "2.00 ± 0.00", "1.50"]
+    assert [r[0] for r in rows[4:]] == ["PPO, lam 0.95", "SAPO, lam 0.9", "SAPO, no V, no Q, lam 0.95", "GiGPO without std, lam 0.95"] and rows[4][2] == "50.0"
+    run_main(evaluation, monkeypatch, "--table", a_run(tmp_path / "s", 0.25, 9, env="webshop"))
+    assert "| method | seeds | Score | Success | seconds" in (out := capsys.readouterr().out) and "| SAPO | 1 | 25.0 | 25.0 | 18 |" in out
+    run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
+    (tmp_path / "bench.json").write_text(json.dumps({"model": "tiny", "versions": {"device": "x"}, "seconds": {a: dict.fromkeys(train.PHASES, 1.0) for a in ("sapo", "ppo")}}))
+    run_main(evaluation, monkeypatch, "--plot", tmp_path, "--out", tmp_path / "phases.png")
+    assert min((tmp_path / name).stat().st_size for name in ("curves.png", "phases.png")) > 5000
+
+
 @pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="ALFWORLD_DATA names no games")
 def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
     pytest.importorskip("alfworld")

@@ -768,6 +768,12 @@ def restore(learner, config):
 # ------------------------------------------------------------------------------------------------------------- logging
 
 
+def peak_memory():
+    """The most this process has used so far, in GB: of the GPU where there is one."""
+    used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / 1e9
+
+
 class Clock:
     """Seconds since the last lap, by name; time_env is the part of the rollout spent waiting for games."""
 
@@ -799,7 +805,7 @@ def summary(iteration, turns, values, steps, sampler, clock, categories):
     out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
     out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled,
             "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
-            "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
+            "peak_memory": max(gather([peak_memory()])), "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
     for k in steps[0]:
         numbers = [s[k] for s in steps]
         out[k] = max(numbers) if k.endswith("_max") else sum(numbers) if k == "skipped" else float(np.mean(numbers))
@@ -1227,8 +1233,7 @@ def bench(argv):
     after = {algo: sum(times.values()) - times["rollout"] for algo, times in phases.items()}
     print(f"{'after rollout':15}" + "".join(f"{seconds:9.2f} s" for seconds in after.values())
           + (f"   {config.algo} / ppo {after[config.algo] / after['ppo']:.3f}" if len(after) > 1 else ""))
-    used = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"peak memory {used / 1e9:.2f} GB")
+    print(f"peak memory {peak_memory():.2f} GB")
     if "--out" in rest:
         os.makedirs(config.out, exist_ok=True)
         write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "seconds": phases} | versions(), indent=1))
