@@ -8,6 +8,7 @@ state value V (read just before the response) and the action value Q (read just 
     policy_loss           PPO's clipped surrogate per token, the turn's advantage on each          Eq. 8-9
     value_loss            clipped regression of a normalised readout, per turn                     Eq. 10-11
     sapo_loss             all of it in one number for one backward pass                            Eq. 12
+    grpo_advantages ...   the estimators of the methods SAPO is compared with, at the end
 
 Equations are numbered as LaTeX numbers them in the paper. `# SAPO:` marks what the paper adds to PPO.
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py       shows the whole contribution
