@@ -1602,7 +1602,8 @@ def bench_pool(name, options, games, workers):
         live = {key: answer[-1] for key, answer in zip(live, pool.gather(live)) if not (answer[2] or answer[3])}
     seconds = time.perf_counter() - began
     pool.close()
-    print(f"pool, {workers or 'no'} worker{'s' * (workers != 1)}: {len(games)} games, {turns} turns in {seconds:.1f} s ({turns / seconds:.0f} a second), of which {loaded:.1f} s are resets")
+    print(f"pool, {workers or 'no'} worker{'s' * (workers != 1)}: {len(games)} games, {turns} turns in {seconds:.1f} s ({turns / seconds:.0f} a second), "
+          f"of which {loaded:.1f} s are resets")
 
 
 def play(env, task):

@@ -1,8 +1,9 @@
-"""The paper's table and curves, from any checkpoint.
+"""The paper's table and curves, from any checkpoint, prompted model or endpoint.
 
     python eval.py --model runs/house-tiny-0                             a run of train.py: its final model (or checkpoint), its environment
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
     python eval.py --model runs/webshop-tiny-0 --split test_500          in the shop: score and success
+    python eval.py --model gpt-4o --endpoint https://api.openai.com/v1 --env alfworld --prompt react        or plain, reflexion
     python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: every seed thin, the mean thick
     python eval.py --table runs/*                                        the paper's table: mean and deviation over seeds, as Markdown
 
@@ -12,18 +13,24 @@ printed in the paper's columns with n and a 95 % interval (Wilson's for success)
 Departure from the paper: it draws its test games with replacement (128 draws hold about 84 of valid_seen's 140 games).
 """
 import argparse
+import contextlib
+import http.client
 import itertools
 import json
 import math
 import os
 import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from tqdm import tqdm
 
 import envs
 from model import load
-from rollout import Sampler, rollout
+from rollout import Sampler, rollout, uniforms
 
 SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
 
@@ -91,6 +98,151 @@ def spaced(ids, limit):
     return ids if not limit or limit >= len(ids) else [ids[i * len(ids) // limit] for i in range(limit)]
 
 
+# ----------------------------------------------------------------------------------------------------- prompted models
+
+REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: {obs}\nCommands that work now: [{commands}].\n\n"
+         "Continue with your next thought and action. {answer}")
+LESSONS = "You have tried this task before and failed. What you told yourself then:\n{lessons}\n"
+REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{trace}Observation: {obs}\n\nYou did not succeed. In a few "
+           "sentences, tell yourself what went wrong and what to do differently in your next attempt.")
+TRIALS = 3  # of Reflexion
+
+
+def react_prompt(episode, thoughts, lessons, start=0, template=REACT):
+    """ReAct (arXiv 2210.03629): every thought, action and observation so far, from turn `start` on. With lessons and REFLECT: Reflexion (arXiv
+    2303.11366)."""
+    trace = "".join(f"Observation: {episode.shown(obs)}\nThought: {thought}\nAction: {action}\n"
+                    for (obs, action), thought in list(zip(episode.history, thoughts))[start:])
+    told = LESSONS.format(lessons="\n".join(f"- {' '.join(lesson.split())}" for lesson in lessons)) if lessons else ""
+    return template.format(**episode.now(episode.info["admissible"]), trace=trace, lessons=told)
+
+
+class Local:
+    """Answers of a model of ours. `keys` (trajectory, turn) decide the random numbers."""
+
+    def __init__(self, sampler, rows, max_prompt, seed):
+        self.sampler, self.rows, self.limit, self.seed = sampler, rows, min(max_prompt, sampler.lm.max_length - sampler.max_new), seed
+
+    def fits(self, text):
+        return len(self.sampler.lm.chat.first(text)) <= self.limit
+
+    def __call__(self, texts, keys):
+        lm, out = self.sampler.lm, []
+        for n in range(0, len(texts), self.rows):
+            u = [uniforms((self.seed, 0, 6), *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
+            responses = self.sampler(range(len(u)), [lm.chat.first(text) for text in texts[n:n + self.rows]], u)
+            self.sampler.forget()
+            out += [lm.tokenizer.decode(r.ids[:-1] if r.ids[-1] in lm.stop_ids else r.ids) for r in responses]
+        return out
+
+
+class Endpoint:
+    """Answers of an OpenAI-compatible server: POST URL/chat/completions, so many at once. The key, if it wants one, is in OPENAI_API_KEY. What
+    is busy or broken is asked again after 1, 2, 4 ... seconds (or what Retry-After says), six times in all; ValueError then, or where the key is refused."""
+
+    def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048, tries=6, wait=1.0):
+        self.url, self.at_once, self.limit, self.tries, self.wait = url.rstrip("/") + "/chat/completions", at_once, 4 * max_prompt, tries, wait
+        self.body = {"model": model, "temperature": temperature, "max_tokens": max_new}
+        self.headers = {"Content-Type": "application/json"}
+        if os.environ.get("OPENAI_API_KEY"):
+            self.headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+
+    def fits(self, text):
+        return len(text) <= self.limit  # about four letters a token
+
+    def __call__(self, texts, keys):
+        with ThreadPoolExecutor(self.at_once) as pool:
+            return list(pool.map(self.ask, texts))
+
+    def ask(self, text):
+        body = json.dumps(self.body | {"messages": [{"role": "user", "content": text}]}).encode()
+        for n in range(self.tries):
+            pause = self.wait * 2 ** n
+            try:
+                with urllib.request.urlopen(urllib.request.Request(self.url, body, self.headers), timeout=300) as answer:
+                    return json.load(answer)["choices"][0]["message"]["content"] or ""
+            except urllib.error.HTTPError as error:
+                why = f"{error.code} {error.reason}: {error.read(300).decode(errors='replace')}"
+                if error.code in (401, 403):
+                    raise ValueError(f"{self.url} refuses the key in OPENAI_API_KEY ({why})" if "Authorization" in self.headers
+                                     else f"{self.url} wants a key: set OPENAI_API_KEY ({why})") from None
+                if error.code not in (408, 409, 425, 429) and error.code < 500:
+                    raise ValueError(f"{self.url}: {why}") from None
+                with contextlib.suppress(TypeError, ValueError):
+                    pause = min(60.0, float(error.headers.get("Retry-After")))
+            except (OSError, http.client.HTTPException) as error:
+                why = str(error)
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                why = f"no answer of the OpenAI kind ({type(error).__name__}: {error})"
+            if n + 1 < self.tries:
+                time.sleep(pause)
+        raise ValueError(f"{self.url} did not answer in {self.tries} tries: {why}")
+
+
+def thought_of(text):
+    """What stands between the think tags, or before the action."""
+    low = text.lower()
+    start, end = low.find("<think>"), low.find("</think>")
+    return " ".join((text[start + 7:end] if 0 <= start < end else text[:max(0, low.find("<action>"))]).split())
+
+
+def play_prompted(answers, games, pool, style, *, first=0, history=2, quiet=False):
+    """Every game once by a prompted model -> records as of `play`, with trials and lessons. plain: the prompt of training. react: all thoughts and
+    turns so far. reflexion: the same up to TRIALS times, each after lessons the model wrote about its failures."""
+    records, lessons = [None] * len(games), [[] for _ in games]
+    for trial in range(TRIALS if style == "reflexion" else 1):
+        left = [i for i, r in enumerate(records) if r is None or not r["won"]]
+        for n in range(0, len(left), SIDE_BY_SIDE):
+            for i, record in play_once(answers, games, left[n:n + SIDE_BY_SIDE], pool, style, lessons, trial, first, history, quiet):
+                records[i] = record | {"trials": trial + 1, "lessons": list(lessons[i])}
+    return records
+
+
+def play_once(answers, games, numbers, pool, style, lessons, trial, first, history, quiet):
+    """One attempt at some of the games, side by side -> [(number, record)]; in reflexion a lesson is added for each that failed."""
+    for i in numbers:
+        pool.start(i, games[i])
+    episodes = {i: pool.env.episode(*answer) for i, answer in zip(numbers, pool.gather(numbers))}
+    said, thoughts, live, out = {i: [] for i in numbers}, {i: [] for i in numbers}, list(numbers), {}
+
+    def prompt(i, template=REACT):
+        """The newest part of the history that fits; None where not even the observation does."""
+        parts = range(history, -1, -1) if style == "plain" else range(len(thoughts[i]) + 1)
+        texts = (episodes[i].window_prompt(k) if style == "plain" else react_prompt(episodes[i], thoughts[i], lessons[i], k, template) for k in parts)
+        return next((text for text in texts if answers.fits(text)), None)
+
+    def end(i, truncated, outgrown=False):
+        info, mine = episodes[i].info, said[i]
+        live.remove(i)
+        out[i] = {"task": games[i], "category": pool.env.categories.get(info["category"], info["category"]), "won": info["won"], "score": info["score"],
+                  "turns": len(mine), "truncated": truncated, "outgrown": outgrown, "valid_actions": float(np.mean([valid for _, _, valid in mine] or [0])),
+                  "actions": [action for _, action, _ in mine], "responses": [text for text, _, _ in mine]}
+
+    with tqdm(total=len(numbers), desc=f"{style}, attempt {trial + 1}", disable=quiet, leave=False) as bar:
+        while live:
+            prompts = {i: prompt(i) for i in live}
+            for i in [i for i, text in prompts.items() if text is None]:
+                pool.drop(i)
+                end(i, True, True)
+            asked = list(live)
+            texts = answers([prompts[i] for i in asked], [(first + i, 1000 * trial + len(said[i])) for i in asked])
+            for i, text in zip(asked, texts):
+                said[i].append((text, *envs.parse_action(text, pool.env.fallback)))
+                thoughts[i].append(thought_of(text))
+                pool.step(i, said[i][-1][1])
+            for i, (obs, _, terminated, truncated, info) in zip(asked, pool.gather(asked)):
+                episodes[i].took(said[i][-1][1], obs, info)
+                if terminated or truncated:
+                    end(i, truncated)
+            bar.update(len(numbers) - len(live) - bar.n)
+    failed = [i for i in numbers if not out[i]["won"] and style == "reflexion" and trial + 1 < TRIALS]
+    prompts = {i: prompt(i, REFLECT) for i in failed}
+    asked = [i for i in failed if prompts[i]]
+    for i, text in zip(asked, answers([prompts[i] for i in asked], [(first + i, 1000 * trial + 999) for i in asked])):
+        lessons[i].append(text)
+    return out.items()
+
+
 # -------------------------------------------------------------------------------------------------------------- curves
 
 
@@ -109,13 +261,16 @@ def read_run(folder):
 
 
 def read_result(folder):
-    """-> (config, eval.json, lines of metrics.jsonl) of a finished run."""
+    """-> (config, eval.json and cost.json, lines of metrics.jsonl) of a finished run."""
     config, lines = read_run(folder)
     try:
         with open(os.path.join(folder, "eval.json")) as file:
-            return config, json.load(file), lines
+            result = json.load(file)
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} is not finished: {error}") from None
+    with contextlib.suppress(OSError), open(os.path.join(folder, "cost.json")) as file:
+        result |= json.load(file)
+    return config, result, lines
 
 
 def by_setting(folders, read):
@@ -144,9 +299,10 @@ def labels(configs):
     out = []
     for c in configs:
         parts = [NAMES[c.get("algo", "sapo")] + (" without std" if c.get("without_std") else "")]
-        if parts == ["SAPO"]:
-            parts += [word for word, so in (("separate critic", c.get("critic") == "separate"), ("no V, no Q", c.get("critic") != "separate" and not c["c_v"] and not c["c_q"]),
-                                            ("no Q", c["c_v"] and not c["c_q"])) if so]
+        if parts == ["SAPO"] and c.get("critic") == "separate":
+            parts.append("separate critic")
+        elif parts == ["SAPO"] and not c["c_q"]:
+            parts.append("no Q" if c["c_v"] else "no V, no Q")
         out.append(", ".join(parts + [f"{k} {c.get(k)}" for k in differing]))
     return out
 
@@ -169,7 +325,7 @@ def paper_table(folders):
             result[f"{c}{before}"] if c in heads else result[f"success{before}_by_category"].get(c) for _, result, _ in runs)]) for c in columns]
         seconds = [sum(line["time_total"] for line in lines) for *_, lines in runs]
         tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in lines) / 1e6 for *_, lines in runs]
-        memory = [max(line.get("peak_memory", 0) for line in lines) for *_, lines in runs]
+        memory = [result.get("peak_memory", 0) for _, result, _ in runs]
         cost = ["", "", ""] if before else [spread(seconds, 0), spread(tokens, 2), f"{max(memory):.2f}" if max(memory) else "–"]
         return "| " + " | ".join([title, str(len(runs)), *cells, *cost]) + " |"
 
@@ -254,6 +410,9 @@ def main():
     add("--out", help="the report, NAME.json or a folder for eval.json (default: eval-SPLIT.json in the run, else eval.json); "
         "episodes go to .jsonl beside it")
     add("--seed", type=int, default=0)
+    add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in training; react: all thoughts and turns so far; reflexion: up to "
+        f"{TRIALS} attempts with lessons in between")
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible server (https://api.openai.com/v1) that serves --model; its key in OPENAI_API_KEY")
     for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("rows", int, "games decoded side by side"),
                              ("horizon", int, "turns an episode may take"),
                              ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
@@ -284,7 +443,7 @@ def evaluate(args):
     run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512}
     folder = args.model
     weights = next((p for p in (os.path.join(folder, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), None)
-    is_run = weights is not None and os.path.isfile(os.path.join(folder, "config.json"))
+    is_run = not args.endpoint and weights is not None and os.path.isfile(os.path.join(folder, "config.json"))
     if is_run:
         with open(os.path.join(folder, "config.json")) as file:
             run |= json.load(file)
@@ -301,26 +460,35 @@ def evaluate(args):
     split = args.split or envs.known(env).held_out[0]
     games = spaced(envs.tasks(env, split, **options), args.limit)
     envs.make_env(env, **options)
-    lm = load(folder, words=envs.words())
+    if args.prompt != "plain" or args.endpoint:
+        setting["context"] = "window"
+    sampler = None if args.endpoint else Sampler(load(folder, words=envs.words()), setting["engine"], setting["context"], setting["max_new"], args.temperature)
     workers = setting.get("workers")
     pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
-    sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
-    name = f"eval-{split}-human.json" if options.get("goals") == "human" else f"eval-{split}.json"
+    kinds = [split] + [word for word in (options.get("goals"), args.prompt) if word not in (None, "synthetic", "plain")]
+    name = f"eval-{'-'.join(kinds)}.json"
     out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")
     out = out if out.endswith(".json") else os.path.join(out, "eval.json")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     records = []
     for n in range(args.repeats):
-        records += [{"repeat": n} | r for r in play(
-            sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
-            max_context=setting.get("max_context"), title=f"{env} {split}")]
+        if args.prompt != "plain" or args.endpoint:
+            rows = setting.get("rows") or (16 if args.endpoint else SIDE_BY_SIDE)
+            answers = Endpoint(args.endpoint, args.model, args.temperature, setting["max_new"], rows, setting["max_prompt"]) if args.endpoint else Local(
+                sampler, rows, setting["max_prompt"], args.seed + n)
+            played = play_prompted(answers, games, pool, args.prompt, history=setting["history"])
+        else:
+            played = play(sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
+                          max_context=setting.get("max_context"), title=f"{env} {split}")
+        records += [{"repeat": n} | r for r in played]
     pool.close()
-    result = report(records) | {"model": args.model, "env": env, "goals": options.get("goals"), "split": split, "temperature": args.temperature, "repeats": args.repeats}
+    result = report(records) | {"model": args.model, "prompt": args.prompt, "env": env, "goals": options.get("goals"), "split": split,
+                                "temperature": args.temperature, "repeats": args.repeats}
     with open(out, "w") as file:
         json.dump(result, file, indent=1)
     with open(os.path.splitext(out)[0] + ".jsonl", "w") as file:
         file.writelines(json.dumps(r) + "\n" for r in records)
-    print(table({f"{os.path.basename(args.model.rstrip('/'))}, {split}, T = {args.temperature:g}": result}, envs.known(env)))
+    print(table({f"{os.path.basename(args.model.rstrip('/'))}, {', '.join(kinds)}, T = {args.temperature:g}": result}, envs.known(env)))
     outgrown = sum(r["outgrown"] for r in records)
     if outgrown:
         print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit (--max_prompt, --max_context)")

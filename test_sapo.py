@@ -1074,7 +1074,8 @@ def test_shop_pages_as_rich_text(shop_data):
     assert env.step("click[b00dress01]")[0] == item("You have clicked s.\n", size="clicked button")  # ... and it holds the query
 
 
-NO_OPS = ["", "look", "search[]", "click[]", "Click[search]", " search[dress]", "search[a[b]c]", "search[[dress]]", "search[dress] click[x]", "search[]][[]", "click[search]", "click[b00dress01 ]", "search[\n]", "click[nothing]",
+NO_OPS = ["", "look", "search[]", "click[]", "Click[search]", " search[dress]", "search[a[b]c]", "search[[dress]]", "search[dress] click[x]", "search[]][[]",
+          "click[search]", "click[b00dress01 ]", "search[\n]", "click[nothing]",
           "buy now", "[x]", "click[< prev]", "se\narch[x]"]
 
 
@@ -1226,7 +1227,8 @@ def test_purchase_score_equals_the_formula(seed):
 
 
 WORDS = """o'neil's|o'neil 3.5|3.5 1,000|1,000 foo_bar|foo_bar u.s.a.|u.s.a a:b|a:b 18"|18 men-women|men+women and/or| dogs|dog the| ponies|poni
-running|run relational|relat hopping|hop biologically|biolog happy|happi sky|sky \u65e5\u672c|\u65e5+\u672c caf\u00e9s|caf\u00e9 \u2122|\u2122 \u2605wide|\u2605+wide as| is'| \U0001f468\u200d\U0001f4bc|\U0001f468\u200d\U0001f4bc \U0001f1e9\U0001f1ea|\U0001f1e9\U0001f1ea"""
+running|run relational|relat hopping|hop biologically|biolog happy|happi sky|sky \u65e5\u672c|\u65e5+\u672c caf\u00e9s|caf\u00e9 \u2122|\u2122 \u2605wide|\u2605+wide as| is'|
+\U0001f468\u200d\U0001f4bc|\U0001f468\u200d\U0001f4bc \U0001f1e9\U0001f1ea|\U0001f1e9\U0001f1ea"""
 
 
 @pytest.mark.parametrize("pair", WORDS.split())
@@ -1491,7 +1493,8 @@ def test_shop_prompts(shop_data):
     episode = envs.ShopEpisode(*env.reset(goal_of(env, TASK)))
     task = env.goal["text"]
     for text in (episode.window_prompt(), episode.window_prompt(0), episode.full_prompt()):
-        assert text.count(task) == 1 and "What you see: 'Search'\n" in text and "Commands on this page: [" in text and "'search[<your query>]', 'click[search]'" in text and envs.ANSWER in text
+        assert text.count(task) == 1 and all(part in text for part in ("What you see: 'Search'\n", "Commands on this page: ['search[<your query>]', 'click[search]']",
+                                                                        envs.ANSWER))
     for action in ("search[dress]", "click[b00dress01]", "click[s]"):
         assert episode.accepts(action)
         obs, *_, info = env.step(action)
@@ -2565,8 +2568,9 @@ def a_run(folder, success, seconds, env="house", **config):
     folder.mkdir()
     base = {"model": "tiny", "env": env, "algo": "sapo", "critic": "shared", "c_v": 0.5, "c_q": 0.25, "lam": 0.95, "seed": 0, "out": str(folder)}
     (folder / "config.json").write_text(json.dumps(base | config))
-    line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0, "peak_memory": 1.5, "success": success} | {k: 0.0 for k in evaluation.PANELS}
+    line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0, "success": success} | {k: 0.0 for k in evaluation.PANELS}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line) + "\n")
+    (folder / "cost.json").write_text('{"peak_memory": 1.5}')
     result = {"success": success, "success_before": 0.25, "score": success, "score_before": 0.5, "success_by_category": {"Pick": success, "Look": None},
               "success_before_by_category": {"Pick": 0.2}}
     (folder / "eval.json").write_text(json.dumps(result))
@@ -2590,6 +2594,154 @@ def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
     (tmp_path / "bench.json").write_text(json.dumps({"model": "tiny", "versions": {"device": "x"}, "seconds": {a: dict.fromkeys(train.PHASES, 1.0) for a in ("sapo", "ppo")}}))
     run_main(evaluation, monkeypatch, "--plot", tmp_path, "--out", tmp_path / "phases.png")
     assert min((tmp_path / name).stat().st_size for name in ("curves.png", "phases.png")) > 5000
+
+
+class Knowing:
+    """A prompted model that asks the house's expert, in some attempts; it keeps what it was asked."""
+
+    def __init__(self, games, wins, limit=10 ** 9):
+        self.games, self.wins, self.limit, self.asked, self.envs = games, wins, limit, [], {}
+
+    def fits(self, text):
+        return len(text) <= self.limit
+
+    def __call__(self, texts, keys):
+        out = []
+        for text, (i, n) in zip(texts, keys):
+            self.asked.append((i, n, text))
+            trial, turn = divmod(n, 1000)
+            if turn == 0:
+                self.envs[i] = make_env("house")
+                self.envs[i].reset(self.games[i])
+            if turn == 999:
+                out.append(f"lesson {trial} of {i}")
+                continue
+            action = self.envs[i].expert()[0] if trial >= self.wins[i] else "look"
+            self.envs[i].step(action)
+            out.append(f"<think> idea {turn} </think> <action> {action} </action>")
+        return out
+
+
+def test_plain_and_react_prompts_show_what_they_should():
+    games = tasks("house", "test")[:3]
+    with contextlib.closing(Pool("house")) as pool:
+        model = Knowing(games, [0, 0, 9])
+        records = evaluation.play_prompted(model, games, pool, "react", quiet=True)
+        assert [r["won"] for r in records] == [True, True, False] and [r["task"] for r in records] == games and records[2]["turns"] == 20
+        env = make_env("house")
+        env.reset(games[0])
+        plan = env.expert()
+        assert records[0]["actions"] == plan and records[0]["trials"] == 1 and records[0]["lessons"] == [] and records[0]["valid_actions"] == 1
+        last = [text for i, _, text in model.asked if i == 0][-1]
+        seen = [env.reset(games[0])[0].strip()] + [env.step(a)[0] for a in plan[:-1]]
+        parts = [f"Observation: {o}\nThought: idea {n}\nAction: {a}\n" for n, (o, a) in enumerate(zip(seen, plan[:-1]))]
+        assert "".join(parts) + f"Observation: {seen[-1]}\nCommands that work now: [" in last and last.count(env.task) >= 1
+        short = Knowing(games, [0, 0, 9], limit=1500)  # the oldest turns make room
+        evaluation.play_prompted(short, games, pool, "react", quiet=True)
+        long = [text for i, _, text in short.asked if i == 2][-1]
+        assert len(long) <= 1500 and "idea 18" in long and "idea 3 " not in long
+        plain = Knowing(games, [0, 0, 0])
+        evaluation.play_prompted(plain, games, pool, "plain", quiet=True)
+        assert all("idea" not in text for *_, text in plain.asked) and "Steps taken so far: 1." in [text for i, _, text in plain.asked if i == 0][1]
+        none = evaluation.play_prompted(Knowing(games, [0, 0, 0], limit=10), games, pool, "plain", quiet=True)
+        assert all(r["outgrown"] and r["turns"] == 0 and not r["won"] for r in none)
+
+
+def test_reflexion_tries_three_times_with_its_lessons():
+    games = tasks("house", "test")[:4]
+    with contextlib.closing(Pool("house")) as pool:
+        model = Knowing(games, [0, 1, 2, 3])
+        records = evaluation.play_prompted(model, games, pool, "reflexion", quiet=True)
+    assert [(r["won"], r["trials"], len(r["lessons"])) for r in records] == [(True, 1, 0), (True, 2, 1), (True, 3, 2), (False, 3, 2)]
+    firsts = {(i, n // 1000): text for i, n, text in model.asked if n % 1000 == 0}
+    assert "lesson" not in firsts[3, 0] and "- lesson 0 of 3\n" in firsts[3, 1] and "- lesson 0 of 3\n- lesson 1 of 3\n" in firsts[3, 2] and (0, 1) not in firsts
+    reflections = [text for i, n, text in model.asked if n % 1000 == 999]
+    assert len(reflections) == 5 and all("You did not succeed" in text and "Thought: idea 19" in text for text in reflections)
+
+
+@pytest.fixture
+def endpoint():
+    """A server that speaks the protocol: each answer is (status, headers, body) from `says`, the last one again and again -> (url, says, requests)."""
+    import http.server
+    import threading
+    says, requests = [], []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append((self.path, dict(self.headers), body))
+            status, headers, text = says.pop(0) if len(says) > 1 else says[0]
+            if status is None:
+                return self.connection.close()
+            self.send_response(status)
+            for pair in headers.items():
+                self.send_header(*pair)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1", says, requests
+    server.shutdown()
+    server.server_close()
+
+
+def chat_answer(text):
+    return 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def test_an_endpoint_is_asked_again_when_it_is_busy_and_its_refusals_are_said(endpoint, monkeypatch):
+    url, says, requests = endpoint
+    pauses = []
+    monkeypatch.setattr(evaluation.time, "sleep", pauses.append)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    says += [(429, {"Retry-After": "7"}, "slow down"), (503, {}, "busy"), (None, {}, ""), (200, {}, "{"), (200, {}, "{}"), chat_answer("hello")]
+    ask = evaluation.Endpoint(url + "/", "gpt", 0.4, 33)
+    assert ask(["hi"], [(0, 0)]) == ["hello"] and pauses == [7.0, 2.0, 4.0, 8.0, 16.0]
+    path, headers, body = requests[0]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret"
+    assert body == {"model": "gpt", "temperature": 0.4, "max_tokens": 33, "messages": [{"role": "user", "content": "hi"}]}
+    says[:] = [(500, {}, "broken")]
+    with pytest.raises(ValueError, match="did not answer in 6 tries: 500"):
+        ask(["hi"], [(0, 0)])
+    asked = len(requests)
+    for status, message in ((401, "refuses the key in OPENAI_API_KEY"), (403, "refuses the key"), (404, "404 Not Found: no such model"), (400, "400")):
+        says[:] = [(status, {}, "no such model")]
+        with pytest.raises(ValueError, match=message):
+            ask(["hi"], [(0, 0)])
+    assert len(requests) == asked + 4  # not asked again
+    monkeypatch.delenv("OPENAI_API_KEY")
+    says[:] = [(401, {}, "who?")]
+    with pytest.raises(ValueError, match="wants a key: set OPENAI_API_KEY"):
+        evaluation.Endpoint(url, "gpt", 0, 9)(["hi"], [(0, 0)])
+    says[:] = [chat_answer(None)]
+    assert evaluation.Endpoint(url, "gpt", 0, 9)(["a", "b"], [(0, 0), (1, 0)]) == ["", ""] and "Authorization" not in requests[-1][1]
+    with pytest.raises(ValueError, match="did not answer in 2 tries"):
+        evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9, tries=2)(["hi"], [(0, 0)])
+
+
+def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
+    url, says, requests = endpoint
+    says += [chat_answer("<think> hm </think> <action> look </action>")]
+    run_main(evaluation, monkeypatch, "--model", "some/gpt", "--endpoint", url, "--prompt", "reflexion", "--limit", 2, "--horizon", 3, "--out", tmp_path / "e.json")
+    report, said = json.loads((tmp_path / "e.json").read_text()), capsys.readouterr().out
+    assert report["n"] == 2 and report["success"] == 0 and report["prompt"] == "reflexion" and "gpt, test, reflexion, T = 0.4" in said
+    assert len(requests) == 2 * (3 * 3 + 2)  # three attempts of three turns, two reflections
+    says[:] = [(401, {}, "")]
+    with pytest.raises(SystemExit, match="wants a key|refuses the key"):
+        run_main(evaluation, monkeypatch, "--model", "gpt", "--endpoint", url, "--limit", 1, "--out", tmp_path / "f.json")
+
+
+def test_react_with_a_local_model_repeats_itself(tmp_path, monkeypatch, capsys):
+    for name in "ab":
+        run_main(evaluation, monkeypatch, "--model", "tiny", "--prompt", "react", "--limit", 3, "--horizon", 3, "--max_new", 6, "--rows", 2, "--temperature", 1,
+                 "--max_prompt", 8192, "--out", tmp_path / f"{name}.json")
+    a, b = ((tmp_path / f"{name}.jsonl").read_text() for name in "ab")
+    assert a == b and len({line.split('"responses"')[1] for line in a.splitlines()}) == 3
 
 
 @pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="ALFWORLD_DATA names no games")

@@ -141,7 +141,8 @@ def parse_config(argv=None):
     told = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))  # the comments are the help
     for f in dataclasses.fields(Config):
         options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"action": "store_true"} if f.type is bool else {"type": f.type}
-        default = "" if f.type is bool or f.default is None else f" [{f.default}" + "".join(f"; {name}: {its[f.name]}" for name, its in (("webshop", WEBSHOP), ("tiny", TINY)) if f.name in its) + "]"
+        differs = "".join(f"; {name}: {its[f.name]}" for name, its in (("webshop", WEBSHOP), ("tiny", TINY)) if f.name in its)
+        default = "" if f.type is bool or f.default is None else f" [{f.default}{differs}]"
         parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=(told.get(f.name, "") + default).replace("%", "%%"), **options)
     given = vars(parser.parse_args(argv))
     if given.get("resume"):
@@ -202,7 +203,8 @@ def check(config):
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"--{name} must lie in [0, 1], got {getattr(config, name)}")
     for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb")),
-                          ("algo", ("sapo", "ppo", *GROUPED)), ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
+                          ("algo", ("sapo", "ppo", *GROUPED)),
+                          ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
         if getattr(config, name) not in options:
             raise ValueError(f"unknown --{name} {getattr(config, name)!r}; known: {', '.join(o for o in options if o)}")
     fitting = {"sapo": ("shared", "separate"), "ppo": ("separate",)}.get(config.algo, ("none",))
@@ -805,7 +807,7 @@ def summary(iteration, turns, values, steps, sampler, clock, categories):
     out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
     out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled,
             "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
-            "peak_memory": max(gather([peak_memory()])), "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
+            "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
     for k in steps[0]:
         numbers = [s[k] for s in steps]
         out[k] = max(numbers) if k.endswith("_max") else sum(numbers) if k == "skipped" else float(np.mean(numbers))
@@ -972,9 +974,10 @@ def evaluate(lm, pool, config):
 def write_evaluation(before, after, config):
     """eval.json: success and success_before (the same games) with n, interval and categories; eval.jsonl: every episode."""
     t = config.eval_temperature
-    out = {"env": config.env, "temperature": t, "n": after[t][1]["n"], "success": after[t][1]["success"], "interval": after[t][1]["interval"],
-           "score": after[t][1]["score"], "score_before": before[t][1]["score"], "success_by_category": after[t][1]["success_by_category"], "success_before": before[t][1]["success"], "interval_before": before[t][1]["interval"],
-           "success_before_by_category": before[t][1]["success_by_category"]}
+    first, last = before[t][1], after[t][1]
+    out = {"env": config.env, "temperature": t, "n": last["n"]} | {k: last[k] for k in ("success", "interval", "score", "success_by_category")}
+    out |= {"success_before": first["success"], "interval_before": first["interval"], "score_before": first["score"],
+            "success_before_by_category": first["success_by_category"]}
     if 1.0 in after:
         out |= {"success_at_1": after[1.0][1]["success"], "success_before_at_1": before[1.0][1]["success"]}
     with open(f"{config.out}/eval.json", "w") as file:
@@ -1112,7 +1115,9 @@ def run(config):
             after = evaluate(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             raise SystemExit(f"\ninterrupted; --resume --out {config.out} goes on from the last checkpoint") from None
+        peak = max(gather([peak_memory()]))
         if rank() == 0:
+            write_file(f"{config.out}/cost.json", json.dumps({"peak_memory": peak}))
             write_beside(f"{config.out}/final", lm.save)
             say(write_evaluation(before, after, config))
             if config.iterations:
