@@ -607,7 +607,7 @@ def train(lm, pool, config, log):
     sampler, learner = sampler_for(lm, config), make_learner(lm, config)
     ids = envs.tasks(config.env, "train", **env_options(config))
     done, step, failed = restore(learner, config)  # of a resumed run; else 0
-    bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations, desc="SAPO", disable=rank() > 0)
+    bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations, desc=evaluation.NAMES[config.algo], disable=rank() > 0)
     for iteration in bar:
         clock = Clock(pool)
         games = pick_tasks(ids, config, iteration)
@@ -986,7 +986,7 @@ def write_evaluation(before, after, config):
         for when, results in (("before", before), ("after", after)):
             for temperature, (records, _) in results.items():
                 file.writelines(json.dumps({"when": when, "temperature": temperature} | r) + "\n" for r in records)
-    return evaluation.table({f"{when} SAPO, T = {temperature:g}": r for when, results in (("before", before), ("after", after))
+    return evaluation.table({f"{when} {evaluation.NAMES[config.algo]}, T = {temperature:g}": r for when, results in (("before", before), ("after", after))
                              for temperature, (_, r) in sorted(results.items())}, envs.known(config.env))
 
 
@@ -1109,7 +1109,7 @@ def run(config):
                 if rank() == 0:
                     write_beside(f"{config.out}/start", lm.save)  # the reference of a resumed run
             before = evaluate_before(lm, pool, config)
-            say("before SAPO: success on {} held-out games ".format(before[config.eval_temperature][1]["n"])
+            say("before {}: success on {} held-out games ".format(evaluation.NAMES[config.algo], before[config.eval_temperature][1]["n"])
                 + ", ".join(f"{r['success']:.1%} at T = {t:g}" for t, (_, r) in sorted(before.items())))
             train(lm, pool, config, Log(config))
             after = evaluate(lm, pool, config) if config.iterations else before
@@ -1145,8 +1145,9 @@ def memory_needed(config, arch):
     longest = config.max_context or (config.max_prompt + config.max_new if config.context == "window" else arch.max_position_embeddings)
     layer = size * (8 * arch.hidden_size + 4 * arch.intermediate_size) + 16 * arch.hidden_size  # kept for the backward pass, a token
     kept = layer + arch.num_hidden_layers * arch.hidden_size * size if config.checkpointing else layer * arch.num_hidden_layers
-    return {"weights": weights * size, "gradients": weights * size, "master weights": weights * 4 // share * (size == 2),
-            "moments": weights * 2 * (2 if config.moments == "bfloat16" else 4) // share, "reference": weights * size * bool(config.beta),
+    masters, moments = weights * 4 // share * (size == 2), weights * 2 * (2 if config.moments == "bfloat16" else 4) // share
+    return {"weights": weights * size, "gradients": weights * size, "master weights": masters, "moments": moments, "reference": weights * size * bool(config.beta),
+            "critic": (2 * weights * size + masters + moments) * (config.critic == "separate"),
             "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
             "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // int(os.environ.get("WORLD_SIZE", 1))))}
 
@@ -1157,7 +1158,7 @@ def check_memory(config, say):
         return
     needed = memory_needed(config, architecture(config.model))
     surely = sum(n for what, n in needed.items() if what != "keys and values, about")
-    say(f"memory, computed: {surely / 1e9:.1f} GB (" + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items()) + ")")
+    say(f"memory, computed: {surely / 1e9:.1f} GB (" + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items() if n) + ")")
     if torch.cuda.is_available() and surely > torch.cuda.get_device_properties(0).total_memory:
         raise ValueError(f"this run needs {surely / 1e9:.0f} GB and the GPU has {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f}: lower "
                          "--tokens_per_micro_batch, add --checkpointing or --moments bfloat16, or --shard over several ranks")
