@@ -2113,6 +2113,20 @@ def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, contex
     torch.testing.assert_close(torch.cat([c.critic[1][c.batch.seq, c.batch.start] for c in chunks]), y_v / 10)
 
 
+@pytest.mark.parametrize("norm", ["turn", "token"])
+def test_advantages_are_normalised_over_turns_or_tokens(tmp_path, norm):
+    config, learner, _, chunks, (v, _, _) = judged(tmp_path, "--norm", norm, "--group", "1")
+    turns = [t for c in chunks for t in c.turns]
+    column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns], dtype=torch.float64)
+    adv, _, _ = turn_targets(column("traj"), column("turn"), column("reward"), column("done"), v.double(), torch.zeros_like(v).double(), gamma=0.95, lam=0.95)
+    adv = (adv - 0.1 * column("invalid")).tolist()
+    counted = [a for a, t in zip(adv, turns) for _ in range(len(t.action_ids) if norm == "token" else 1)]
+    mean = sum(counted) / len(counted)
+    std = math.sqrt(sum((a - mean) ** 2 for a in counted) / len(counted))
+    found = [c.adv[c.batch.owner == n].unique().item() for c in chunks for n in range(len(c.turns))]
+    assert found == pytest.approx([(a - mean) / std for a in adv], abs=1e-4)
+
+
 def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(tmp_path):
     config = small_config(tmp_path, "--algo", "gigpo", "--tasks", "16")
     assert config.group == 8 and config.critic == "none" and config.c_v == 0

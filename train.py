@@ -87,6 +87,7 @@ class Config:
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
     c_inv: float = 0.1  # charge on a turn that cannot be parsed, Eq. 7
     eps_adv: float = 1e-8  # Eq. 7
+    norm: str = "turn"  # what Eq. 7's mean and deviation count: turn (the paper's) or token, so that long responses weigh more
     clip: float = 0.2  # epsilon, Eq. 9
     clip_v: float = 0.2  # epsilon_V, Eq. 10
     clip_q: float = 0.2  # epsilon_Q
@@ -204,7 +205,7 @@ def check(config):
             raise ValueError(f"--{name} must lie in [0, 1], got {getattr(config, name)}")
     for name, options in (("context", ("window", "full")), ("engine", ("kv", "hf")), ("log", (None, "tensorboard", "wandb")),
                           ("algo", ("sapo", "ppo", *GROUPED)),
-                          ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
+                          ("norm", ("turn", "token")), ("dtype", ("float32", "bfloat16")), ("old", ("recompute", "rollout")), ("moments", ("float32", "bfloat16"))):
         if getattr(config, name) not in options:
             raise ValueError(f"unknown --{name} {getattr(config, name)!r}; known: {', '.join(o for o in options if o)}")
     fitting = {"sapo": ("shared", "separate"), "ppo": ("separate",)}.get(config.algo, ("none",))
@@ -328,8 +329,9 @@ def set_targets(chunks, config, device):
     reward, done = column(t.reward for t in turns), column(t.done for t in turns)
     p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column(()) for i in (1, 2))
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
-    adv = normalize_advantages(adv, invalid=column(t.invalid for t in turns), c_inv=config.c_inv, eps=config.eps_adv,
-                               group=everyone())  # SAPO: one rollout per task, one mean for all
+    times = column((len(t.action_ids) if config.norm == "token" else 1 for t in turns), torch.long)
+    adv = normalize_advantages(adv.repeat_interleave(times), invalid=column(t.invalid for t in turns).repeat_interleave(times), c_inv=config.c_inv,
+                               eps=config.eps_adv, group=everyone())[times.cumsum(0) - times]  # SAPO: one rollout per task, one mean for all
     sizes = [len(c.turns) for c in chunks]
     for c, adv_c, *y in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
         c.adv, (c.y_v, c.y_q) = c.batch.spread(adv_c), (x / config.r_max for x in y)
