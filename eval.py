@@ -351,8 +351,10 @@ def plot_phases(reports, path):
                 bottom += heights
         for n, height in enumerate(bottom):
             ax.text(n, height, f"{height:.1f}", ha="center", va="bottom")
-        ax.set(title=f"{report['model']}, {report['versions']['device']}", ylabel="seconds an iteration")
-        ax.legend(fontsize=8)
+        ax.set(title=f"{report['model']}, {report['context']}, old values by {report['old']}", ylabel="seconds an iteration")
+        ax.margins(y=0.12)
+    axes[0][0].legend(fontsize=8, loc="lower center")
+    fig.suptitle(reports[0]["versions"]["device"])
     fig.savefig(path, dpi=110)
     plt.close(fig)
 

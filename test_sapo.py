@@ -2605,7 +2605,7 @@ def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
     run_main(evaluation, monkeypatch, "--table", a_run(tmp_path / "s", 0.25, 9, env="webshop"))
     assert "| method | seeds | Score | Success | seconds" in (out := capsys.readouterr().out) and "| SAPO | 1 | 25.0 | 25.0 | 18 |" in out
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
-    (tmp_path / "bench.json").write_text(json.dumps({"model": "tiny", "versions": {"device": "x"}, "seconds": {a: dict.fromkeys(train.PHASES, 1.0) for a in ("sapo", "ppo")}}))
+    (tmp_path / "bench.json").write_text(json.dumps({"model": "tiny", "context": "full", "old": "rollout", "versions": {"device": "x"}, "seconds": {a: dict.fromkeys(train.PHASES, 1.0) for a in ("sapo", "ppo")}}))
     run_main(evaluation, monkeypatch, "--plot", tmp_path, "--out", tmp_path / "phases.png")
     assert min((tmp_path / name).stat().st_size for name in ("curves.png", "phases.png")) > 5000
 

@@ -1244,7 +1244,7 @@ def bench(argv):
     print(f"peak memory {peak_memory():.2f} GB")
     if "--out" in rest:
         os.makedirs(config.out, exist_ok=True)
-        write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "seconds": phases} | versions(), indent=1))
+        write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "context": config.context, "old": config.old, "seconds": phases} | versions(), indent=1))
     compare_updates(lm, turns, config)
 
 
