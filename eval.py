@@ -169,7 +169,7 @@ class Endpoint:
                 if error.code not in (408, 409, 425, 429) and error.code < 500:
                     raise ValueError(f"{self.url}: {why}") from None
                 with contextlib.suppress(TypeError, ValueError):
-                    pause = min(60.0, float(error.headers.get("Retry-After")))
+                    pause = min(60.0, max(0.0, float(error.headers.get("Retry-After"))))
             except (OSError, http.client.HTTPException) as error:
                 why = str(error)
             except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -273,6 +273,10 @@ def read_result(folder):
     return config, result, lines
 
 
+# What may differ between runs of one setting
+NO_SETTING = {"seed", "out", "git", "versions", "resume", "workers", "data", "save_every", "rows", "tokens_per_micro_batch", "checkpointing", "compile", "log"}
+
+
 def by_setting(folders, read):
     """What `read` finds in the folders, in groups that differ in nothing but their seed; folders without a run are named and left out."""
     groups = {}
@@ -282,7 +286,7 @@ def by_setting(folders, read):
         except ValueError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        same = {k: v for k, v in found[0].items() if k not in ("seed", "out", "git", "versions")}
+        same = {k: v for k, v in found[0].items() if k not in NO_SETTING}
         groups.setdefault(json.dumps(same, sort_keys=True), []).append(found)
     if not groups:
         raise ValueError("none of these folders is a run of train.py")
@@ -290,19 +294,24 @@ def by_setting(folders, read):
 
 
 NAMES = {"sapo": "SAPO", "ppo": "PPO", "grpo": "GRPO", "rloo": "RLOO", "gigpo": "GiGPO", "empg": "EMPG"}
-IMPLIED = {"algo", "group", "critic", "c_v", "c_q", "without_std", "git", "versions", "seed", "out", "data", "workers", "resume"}
 
 
 def labels(configs):
     """A name for each setting: the method, and whatever else the settings do not have in common."""
-    differing = [k for k in configs[0] if k not in IMPLIED and len({json.dumps(c.get(k)) for c in configs}) > 1]
+    named = NO_SETTING | {"algo", "critic", "without_std", "c_v", "c_q", "group"}
+    differing = [k for k in dict.fromkeys(k for c in configs for k in c) if k not in named and len({json.dumps(c.get(k)) for c in configs}) > 1]
     out = []
     for c in configs:
         parts = [NAMES[c.get("algo", "sapo")] + (" without std" if c.get("without_std") else "")]
         if parts == ["SAPO"] and c.get("critic") == "separate":
             parts.append("separate critic")
-        elif parts == ["SAPO"] and not c["c_q"]:
-            parts.append("no Q" if c["c_v"] else "no V, no Q")
+        elif parts == ["SAPO"] and not c["c_v"] + c["c_q"]:
+            parts.append("no V, no Q")
+        elif parts == ["SAPO"]:
+            parts += [f"{k} {c[k]:g}" for k, usual in (("c_v", 0.5), ("c_q", 0.25)) if c[k] != usual]
+        usual = 8 if c.get("algo") in ("grpo", "rloo", "gigpo", "empg") else 1
+        if c.get("group", usual) != usual:
+            parts.append(f"groups of {c['group']}")
         out.append(", ".join(parts + [f"{k} {c.get(k)}" for k in differing]))
     return out
 
@@ -333,6 +342,11 @@ def paper_table(folders):
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines.append(row("start", groups[0], "_before"))
     return "\n".join(lines + [row(name, runs) for name, runs in zip(labels([runs[0][0] for runs in groups]), groups)])
+
+
+def json_of(path):
+    with open(path) as file:
+        return json.load(file)
 
 
 def plot_phases(reports, path):
@@ -429,8 +443,10 @@ def main():
             return print(paper_table(args.table))
         if args.plot:
             benches = [path for path in (os.path.join(folder, "bench.json") for folder in args.plot) if os.path.isfile(path)]
+            if benches and len(benches) < len(args.plot):
+                raise ValueError("--plot draws either runs or benches, not both in one figure")
             if benches:
-                plot_phases([json.load(open(path)) for path in benches], args.out or "curves.png")
+                plot_phases([json_of(path) for path in benches], args.out or "curves.png")
             else:
                 plot(args.plot, args.out or "curves.png")
             return print(f"wrote {args.out or 'curves.png'}")

@@ -193,20 +193,21 @@ class ActorCritic:
 
 
 class Critic(torch.nn.Module):
-    """The separate critic of the PPO baseline: a copy of the policy's body under a linear head that starts at 0. SAPO has none."""
+    """The separate critic of the PPO baseline: a copy of the policy's body under a linear head, in float32, that starts at 0. SAPO needs none."""
 
     def __init__(self, lm):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
-        self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device, dtype=lm.model.dtype)
+        self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
+        self.__dict__["run"] = torch.compile(self.body, dynamic=True) if lm.compile else self.body  # not a second entry in the state
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, batch):
         """Batch -> (B, T): V over R_max before each response token, 0 elsewhere."""
         b, t = batch.mask.nonzero(as_tuple=True)
-        hidden = self.body(input_ids=batch.ids, use_cache=False).last_hidden_state[b, t - 1]
-        return hidden.new_zeros(batch.ids.shape, dtype=torch.float32).index_put((b, t), self.head(hidden)[:, 0].float())
+        hidden = self.run(input_ids=batch.ids, use_cache=False).last_hidden_state[b, t - 1].float()
+        return hidden.new_zeros(batch.ids.shape).index_put((b, t), self.head(hidden)[:, 0])
 
 
 class Chat:

@@ -2113,6 +2113,16 @@ def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, contex
     torch.testing.assert_close(torch.cat([c.critic[1][c.batch.seq, c.batch.start] for c in chunks]), y_v / 10)
 
 
+def test_without_a_learned_value_the_baseline_is_zero(tmp_path):
+    config, learner, _, chunks, (v, _, _) = judged(tmp_path, "--c_v", "0", "--c_q", "0", "--group", "1")
+    turns = [t for c in chunks for t in c.turns]
+    expected = [sum((0.95 * 0.95) ** (o.turn - t.turn) * o.reward for o in turns if o.traj == t.traj and o.turn >= t.turn) - 0.1 * t.invalid for t in turns]
+    mean = sum(expected) / len(expected)
+    std = math.sqrt(sum((x - mean) ** 2 for x in expected) / len(expected))
+    found = [c.adv[c.batch.owner == n].unique().item() for c in chunks for n in range(len(c.turns))]
+    assert found == pytest.approx([(x - mean) / std for x in expected], abs=1e-4) and not v.any() and any(c.old[1].any() for c in chunks)
+
+
 @pytest.mark.parametrize("norm", ["turn", "token"])
 def test_advantages_are_normalised_over_turns_or_tokens(tmp_path, norm):
     config, learner, _, chunks, (v, _, _) = judged(tmp_path, "--norm", norm, "--group", "1")
@@ -2134,7 +2144,8 @@ def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(t
     assert all(len(set(drawn[i:i + 8])) == 1 for i in range(0, 32, 8)) and sorted(set(drawn)) == list("abcd")
     assert small_config(tmp_path).group == 1 and small_config(tmp_path).critic == "shared" and small_config(tmp_path, "--algo", "ppo").critic == "separate"
     for flags, says in ((("--algo", "a2c"), "unknown --algo"), (("--algo", "grpo"), "multiple of --group"), (("--algo", "ppo", "--critic", "shared"), "goes with"),
-                        (("--algo", "rloo", "--tasks", "8", "--critic", "separate"), "goes with"), (("--algo", "empg", "--tasks", "8", "--old", "rollout"), "entropies")):
+                        (("--algo", "rloo", "--tasks", "8", "--critic", "separate"), "goes with"), (("--algo", "empg", "--tasks", "8", "--old", "rollout"), "entropies"),
+                        (("--without_std",), "does nothing"), (("--algo", "ppo", "--norm", "token"), "does nothing"), (("--algo", "grpo", "--group", "1"), "does nothing")):
         with pytest.raises(ValueError, match=says):
             small_config(tmp_path, *flags)
 
@@ -2142,13 +2153,14 @@ def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(t
 @pytest.mark.parametrize("flags", [["--algo", "gigpo"], ["--algo", "ppo", "--context", "full"]], ids=" ".join)
 def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, flags):
     """Groups are split over the ranks; a checkpoint holds the critic and its optimizer."""
-    every = ["--tasks", "6", "--group", "3", "--horizon", "5", "--eval_games", "0", "--mini_batch", "12", "--lr_end", "1", *flags]
+    every = ["--tasks", "12", "--group", "3", "--horizon", "12", "--eval_games", "0", "--mini_batch", "12", "--lr_end", "1", *flags]
     run = lambda *more: subprocess.run([sys.executable, *more], cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     run("train.py", *every, "--iterations", "2", "--out", str(tmp_path / "one"))
     run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *every, "--iterations", "2", "--out", str(tmp_path / "two"))
     read = lambda name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < line["success"] < 1 and abs(line["loss_policy"]) > 1e-6 for line in read("one"))  # or there would be nothing to compare
     for a, b in zip(read("one"), read("two")):
-        for key in {"success", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic", "grad_norm_critic"} & set(a):
+        for key in {"success", "loss_policy", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic", "grad_norm_critic"} & set(a):
             assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-5), key
     run("train.py", *every, "--iterations", "1", "--out", str(tmp_path / "cut"))
     run("train.py", *every, "--iterations", "2", "--out", str(tmp_path / "cut"), "--resume")
@@ -2592,9 +2604,13 @@ def a_run(folder, success, seconds, env="house", **config):
 
 
 def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
-    runs = [a_run(tmp_path / "a", 0.8, 10, seed=1), a_run(tmp_path / "b", 0.9, 20, seed=2), a_run(tmp_path / "c", 0.5, 5, algo="ppo", critic="separate", c_v=0, c_q=0),
-            a_run(tmp_path / "d", 0.4, 5, lam=0.9), a_run(tmp_path / "e", 0.3, 5, c_v=0, c_q=0), a_run(tmp_path / "f", 0.2, 5, algo="gigpo", without_std=True)]
+    runs = [a_run(tmp_path / "a", 0.8, 10, seed=1, resume=True), a_run(tmp_path / "b", 0.9, 20, seed=2, workers=4), a_run(tmp_path / "c", 0.5, 5, algo="ppo", critic="separate", c_v=0, c_q=0),
+            a_run(tmp_path / "d", 0.4, 5, lam=0.9), a_run(tmp_path / "e", 0.3, 5, c_v=0, c_q=0, resume=True, workers=3), a_run(tmp_path / "f", 0.2, 5, algo="gigpo", without_std=True)]
     (tmp_path / "torn").mkdir()
+    base = {"algo": "sapo", "critic": "shared", "c_v": 0.5, "c_q": 0.25, "group": 1}
+    kinds = [base, base | {"norm": "token"}, base | {"c_v": 0.1}, base | {"c_v": 0}, base | {"c_q": 0}, base | {"c_v": 0, "c_q": 0}, base | {"group": 8},
+             base | {"critic": "separate", "c_v": 0, "c_q": 0}, base | {"algo": "gigpo", "c_v": 0, "c_q": 0, "group": 8}]
+    assert len(set(evaluation.labels(kinds))) == len(kinds)
     run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn")
     said = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]

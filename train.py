@@ -102,7 +102,7 @@ class Config:
     weight_decay: float = 0.01
     grad_clip: float = 1.0
     critic_lr: float = 1e-5  # of a separate critic
-    without_std: bool = False  # gigpo: divides by no standard deviation
+    without_std: bool = False  # gigpo alone: divides by no standard deviation
     mini_batch: int = 256  # turns an optimizer step
     epochs: int = 1
     tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
@@ -213,6 +213,10 @@ def check(config):
         raise ValueError(f"--algo {config.algo} goes with --critic {' or '.join(fitting)}, not {config.critic}")
     if config.tasks % config.group:
         raise ValueError(f"--tasks {config.tasks} is no multiple of --group {config.group}")
+    for name, idle in (("without_std", config.without_std and config.algo != "gigpo"), ("norm token", config.norm == "token" and config.algo != "sapo"),
+                       ("group 1", config.group == 1 and config.algo in GROUPED)):
+        if idle:
+            raise ValueError(f"--{name} does nothing with --algo {config.algo}")
     if config.algo == "empg" and config.old == "rollout":
         raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
     if config.shard and int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -328,6 +332,8 @@ def set_targets(chunks, config, device):
     traj, turn = column((t.traj for t in turns), torch.long), column((t.turn for t in turns), torch.long)
     reward, done = column(t.reward for t in turns), column(t.done for t in turns)
     p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column(()) for i in (1, 2))
+    if not config.c_v and config.critic == "shared":
+        p_v = torch.zeros_like(p_v)  # a readout that nobody trains is no value
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
     times = column((len(t.action_ids) if config.norm == "token" else 1 for t in turns), torch.long)
     adv = normalize_advantages(adv.repeat_interleave(times), invalid=column(t.invalid for t in turns).repeat_interleave(times), c_inv=config.c_inv,
@@ -399,8 +405,9 @@ def set_targets_by_critic(chunks, config, device):
 
 def set_token_targets(chunks, config, device):
     """PPO as the framework has it: a turn is paid the episode's return, less its charge, on its last token; GAE over its tokens with gamma =
-    lambda = 1; advantages whitened over all tokens."""
-    returns, v = set_no_values(chunks, config, device), []
+    lambda = 1, so that a token's advantage is that return less its value; advantages whitened over all tokens."""
+    set_no_values(chunks, config, device)
+    v = []
     for c in chunks:
         values, (b, t) = c.critic[0], c.batch.mask.nonzero(as_tuple=True)
         n = c.batch.owner[b, t]  # a row for each turn
@@ -415,7 +422,9 @@ def set_token_targets(chunks, config, device):
     flat = normalize_advantages(torch.cat(parts) if parts else torch.zeros(0, device=device), eps=config.eps_adv, group=everyone())
     for c, part in zip(chunks, flat.split([len(p) for p in parts])):
         c.adv[c.batch.mask] = part
-    return torch.cat(v) if v else flat, torch.zeros_like(returns), returns
+    v = torch.cat(v) if v else flat
+    returns = torch.cat([c.score for c in chunks]).float() if chunks else flat  # what the critic is to predict
+    return v, torch.zeros_like(v), returns
 
 
 def set_no_values(chunks, config, device):
@@ -478,9 +487,10 @@ def update_critic(critic, optimizer, chunks, config):
     sum_gradients(critic)
     norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
     total = sum(gather([critic_loss.item()]))
-    if np.isfinite(total) and np.isfinite(float(norm)):
+    finite = bool(np.isfinite(total) and np.isfinite(float(norm)))
+    if finite:
         optimizer.step()
-    return {"loss_critic": total, "grad_norm_critic": float(norm)}
+    return {"loss_critic": total, "grad_norm_critic": float(norm), "skipped_critic": int(not finite)}
 
 
 # --------------------------------------------------------------------------------------------------------- the learner
@@ -560,7 +570,7 @@ def sampler_for(lm, config, temperature=1.0):
 
 @dataclass
 class Learner:
-    """What is trained, and by what; a separate critic for PPO alone."""
+    """What is trained, and by what; a separate critic for PPO, and for SAPO with --critic separate."""
 
     lm: ActorCritic
     optimizer: object
@@ -597,6 +607,7 @@ class Learner:
 
 
 def make_learner(lm, config):
+    lm.model.zero_grad(set_to_none=True)  # of an imitation: a copy would keep them
     learner = Learner(lm, optimizer_for(lm.model, config), dataclasses.replace(lm, model=copy.deepcopy(lm.model)) if config.beta else None)
     if config.critic == "separate":
         learner.critic = Critic(lm)
@@ -812,7 +823,7 @@ def summary(iteration, turns, values, steps, sampler, clock, categories):
             "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
     for k in steps[0]:
         numbers = [s[k] for s in steps]
-        out[k] = max(numbers) if k.endswith("_max") else sum(numbers) if k == "skipped" else float(np.mean(numbers))
+        out[k] = max(numbers) if k.endswith("_max") else sum(numbers) if k.startswith("skipped") else float(np.mean(numbers))
     out |= {"v_mean": v.mean().item(), "q_mean": q.mean().item(), "return_mean": returns.mean().item(),
             "v_explained_variance": explained_variance(v, returns), "q_explained_variance": explained_variance(q, returns)}
     return out | clock.total()
@@ -1242,7 +1253,7 @@ def bench(argv):
     print(f"{'after rollout':15}" + "".join(f"{seconds:9.2f} s" for seconds in after.values())
           + (f"   {config.algo} / ppo {after[config.algo] / after['ppo']:.3f}" if len(after) > 1 else ""))
     print(f"peak memory {peak_memory():.2f} GB")
-    if "--out" in rest:
+    if any(flag.split("=")[0] == "--out" for flag in rest):
         os.makedirs(config.out, exist_ok=True)
         write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "context": config.context, "old": config.old, "seconds": phases} | versions(), indent=1))
     compare_updates(lm, turns, config)
