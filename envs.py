@@ -194,6 +194,7 @@ class House:
     fallback = 30  # characters sent as the action where the response has no tags
     flags, horizon = ("places", "objects", "horizon"), 20  # what it can be made with; turns an episode may take
     held_out, categories, episode = ("test", 192), CATEGORIES, Episode  # split and games of an evaluation; its columns; its prompts
+    max_prompt = 2048  # tokens a prompt may take
     graded = False  # whether there is a score beside won
 
     def __init__(self, places=5, objects=4, horizon=horizon):
@@ -487,7 +488,7 @@ class AlfWorld:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are the engine's own; `stock`
     leaves TextWorld as it is, twenty times slower."""
 
-    fallback, flags, horizon, graded = 30, ("data", "horizon"), 50, False
+    fallback, flags, horizon, max_prompt, graded = 30, ("data", "horizon"), 50, 2048, False
     held_out, categories, episode = ("valid_seen", 140), CATEGORIES, Episode
 
     def __init__(self, data=None, horizon=horizon, stock=False):
@@ -1035,7 +1036,7 @@ class WebShop:
     it (mode `text` or `text_rich`); score is the original's reward of the step, between 0 and 1, and the step that buys with a score of exactly
     1 pays REWARD. Departures: the README lists them."""
 
-    fallback, flags, horizon, graded = 20, ("data", "goals", "horizon"), 15, True
+    fallback, flags, horizon, max_prompt, graded = 20, ("data", "goals", "horizon"), 15, 4096, True  # its pages are long
     held_out, categories, episode = ("test", 500), SHELVES, ShopEpisode
 
     def __init__(self, data=None, goals="synthetic", seed=0, mode="text", horizon=horizon):

@@ -31,6 +31,7 @@ from tqdm import tqdm
 import envs
 from model import load
 from rollout import Sampler, rollout, uniforms
+from sapo import GROUPED
 
 SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
 
@@ -44,11 +45,16 @@ def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, max_pro
                         max_prompt=max_prompt, max_context=max_context, bar=bar)
     for _, mine in itertools.groupby(turns, lambda t: t.traj):
         mine = list(mine)
-        records.append({"task": mine[-1].task, "category": pool.env.categories.get(mine[-1].category, mine[-1].category),
-                        "won": mine[-1].won, "score": mine[-1].score, "turns": len(mine), "truncated": mine[-1].truncated, "outgrown": mine[-1].outgrown,
-                        "valid_actions": float(np.mean([not t.invalid for t in mine])),
-                        "actions": [t.action for t in mine], "responses": [t.text for t in mine]})
+        last = mine[-1]
+        records.append(record(pool.env, last.task, vars(last), last.truncated, last.outgrown, [(t.text, t.action, not t.invalid) for t in mine]))
     return records
+
+
+def record(env, task, info, truncated, outgrown, said):
+    """An episode as it is written down. info: category, won and score; said: (response, action, whether that was valid) of every turn."""
+    return {"task": task, "category": env.categories.get(info["category"], info["category"]), "won": info["won"], "score": info["score"], "turns": len(said),
+            "truncated": truncated, "outgrown": outgrown, "valid_actions": float(np.mean([valid for _, _, valid in said] or [0])),
+            "actions": [action for _, action, _ in said], "responses": [text for text, _, _ in said]}
 
 
 def wilson(k, n):
@@ -132,7 +138,7 @@ class Local:
             u = [uniforms((self.seed, 0, 6), *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
             responses = self.sampler(range(len(u)), [lm.chat.first(text) for text in texts[n:n + self.rows]], u)
             self.sampler.forget()
-            out += [lm.tokenizer.decode(r.ids[:-1] if r.ids[-1] in lm.stop_ids else r.ids) for r in responses]
+            out += [lm.text(r.ids) for r in responses]
         return out
 
 
@@ -193,8 +199,8 @@ def play_prompted(answers, games, pool, style, *, first=0, history=2, quiet=Fals
     for trial in range(TRIALS if style == "reflexion" else 1):
         left = [i for i, r in enumerate(records) if r is None or not r["won"]]
         for n in range(0, len(left), SIDE_BY_SIDE):
-            for i, record in play_once(answers, games, left[n:n + SIDE_BY_SIDE], pool, style, lessons, trial, first, history, quiet):
-                records[i] = record | {"trials": trial + 1, "lessons": list(lessons[i])}
+            for i, played in play_once(answers, games, left[n:n + SIDE_BY_SIDE], pool, style, lessons, trial, first, history, quiet):
+                records[i] = played | {"trials": trial + 1, "lessons": list(lessons[i])}
     return records
 
 
@@ -212,11 +218,8 @@ def play_once(answers, games, numbers, pool, style, lessons, trial, first, histo
         return next((text for text in texts if answers.fits(text)), None)
 
     def end(i, truncated, outgrown=False):
-        info, mine = episodes[i].info, said[i]
         live.remove(i)
-        out[i] = {"task": games[i], "category": pool.env.categories.get(info["category"], info["category"]), "won": info["won"], "score": info["score"],
-                  "turns": len(mine), "truncated": truncated, "outgrown": outgrown, "valid_actions": float(np.mean([valid for _, _, valid in mine] or [0])),
-                  "actions": [action for _, action, _ in mine], "responses": [text for text, _, _ in mine]}
+        out[i] = record(pool.env, games[i], episodes[i].info, truncated, outgrown, said[i])
 
     with tqdm(total=len(numbers), desc=f"{style}, attempt {trial + 1}", disable=quiet, leave=False) as bar:
         while live:
@@ -246,11 +249,15 @@ def play_once(answers, games, numbers, pool, style, lessons, trial, first, histo
 # -------------------------------------------------------------------------------------------------------------- curves
 
 
+def json_of(*path):
+    with open(os.path.join(*path)) as file:
+        return json.load(file)
+
+
 def read_run(folder):
     """-> (config, lines of metrics.jsonl). ValueError where there are none."""
     try:
-        with open(os.path.join(folder, "config.json")) as file:
-            config = json.load(file)
+        config = json_of(folder, "config.json")
         with open(os.path.join(folder, "metrics.jsonl")) as file:
             lines = [json.loads(line) for line in file]
     except (OSError, json.JSONDecodeError) as error:
@@ -264,12 +271,11 @@ def read_result(folder):
     """-> (config, eval.json and cost.json, lines of metrics.jsonl) of a finished run."""
     config, lines = read_run(folder)
     try:
-        with open(os.path.join(folder, "eval.json")) as file:
-            result = json.load(file)
+        result = json_of(folder, "eval.json")
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} is not finished: {error}") from None
-    with contextlib.suppress(OSError), open(os.path.join(folder, "cost.json")) as file:
-        result |= json.load(file)
+    with contextlib.suppress(OSError):
+        result |= json_of(folder, "cost.json")
     return config, result, lines
 
 
@@ -309,7 +315,7 @@ def labels(configs):
             parts.append("no V, no Q")
         elif parts == ["SAPO"]:
             parts += [f"{k} {c[k]:g}" for k, usual in (("c_v", 0.5), ("c_q", 0.25)) if c[k] != usual]
-        usual = 8 if c.get("algo") in ("grpo", "rloo", "gigpo", "empg") else 1
+        usual = 8 if c.get("algo") in GROUPED else 1
         if c.get("group", usual) != usual:
             parts.append(f"groups of {c['group']}")
         out.append(", ".join(parts + [f"{k} {c.get(k)}" for k in differing]))
@@ -344,17 +350,16 @@ def paper_table(folders):
     return "\n".join(lines + [row(name, runs) for name, runs in zip(labels([runs[0][0] for runs in groups]), groups)])
 
 
-def json_of(path):
-    with open(path) as file:
-        return json.load(file)
+def pyplot():
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    return plt
 
 
 def plot_phases(reports, path):
     """The paper's runtime figure: seconds of an iteration by phase, method beside method, of `train.py --bench --ppo --out RUN`."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 3.6), layout="constrained", squeeze=False)
     for ax, report in zip(axes[0], reports):
         algos, bottom = list(report["seconds"]), np.zeros(len(report["seconds"]))
@@ -379,11 +384,7 @@ PANELS = {"success": "success of the rollouts", "v_explained_variance": "explain
 
 def plot(folders, path):
     """Runs that differ in nothing but their seed share a colour."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    groups = by_setting(folders, read_run)
+    plt, groups = pyplot(), by_setting(folders, read_run)
     names = labels([runs[0][0] for runs in groups])
     fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
     for n, runs in enumerate(groups):
@@ -463,14 +464,13 @@ def evaluate(args):
     weights = next((p for p in (os.path.join(folder, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), None)
     is_run = not args.endpoint and weights is not None and os.path.isfile(os.path.join(folder, "config.json"))
     if is_run:
-        with open(os.path.join(folder, "config.json")) as file:
-            run |= json.load(file)
+        run |= json_of(folder, "config.json")
         folder = weights
     setting = run | {k: v for k, v in vars(args).items() if v is not None}
     env = setting["env"]
     if run["env"] != env:
         setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
-    setting["max_prompt"] = setting.get("max_prompt") or (4096 if env == "webshop" else 2048)
+    setting["max_prompt"] = setting.get("max_prompt") or envs.known(env).max_prompt
     options = envs.options_for(env, setting)
     for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
         if setting[name] < least:

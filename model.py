@@ -185,6 +185,10 @@ class ActorCritic:
         p_v, p_q = self.readout(hidden[batch.seq.repeat(2), torch.cat([batch.start, batch.end]) - 1]).chunk(2)
         return logp, h, p_v, p_q
 
+    def text(self, ids):
+        """A response as text, without the stop token it may end in."""
+        return self.tokenizer.decode(ids[:-1] if ids[-1] in self.stop_ids else ids)
+
     def save(self, folder):
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

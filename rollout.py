@@ -542,7 +542,7 @@ class Play:
 
     def speak(self, response, lm, fallback):
         """The model's response -> the action."""
-        text = lm.tokenizer.decode(response.ids[:-1] if response.ids[-1] in lm.stop_ids else response.ids)
+        text = lm.text(response.ids)
         self.sequence, self.said = self.sequence + response.ids, (response, text, *envs.parse_action(text, fallback))
         return self.said[2]
 

@@ -157,6 +157,8 @@ def explained_variance(value, target):
 # ------------------------------------------------------------------------------------------------------ the baselines
 # What SAPO is compared with. As above, (N,) tensors over turns in any order, and nothing in them belongs to SAPO.
 
+GROUPED = ("grpo", "rloo", "gigpo", "empg")  # what compares trajectories of the same task
+
 
 def per_trajectory(traj, group, score):
     """(N,) over turns -> (M,) over trajectories: the score and the group's index of each, and the row (N,) of every turn's trajectory."""

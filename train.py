@@ -20,7 +20,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import hashlib
 import importlib.util
 import inspect
 import json
@@ -47,7 +46,7 @@ import envs
 import eval as evaluation
 from model import ActorCritic, Batch, Critic, architecture, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
 from rollout import Sampler, Turn, limits, make_samples, next_prompt, rollout
-from sapo import (empg_advantages, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages, rloo_advantages, sapo_loss, token_gae,
+from sapo import (GROUPED, empg_advantages, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages, rloo_advantages, sapo_loss, token_gae,
                   turn_targets, value_loss)
 
 
@@ -76,7 +75,7 @@ class Config:
     places: int = 5  # house: its size
     objects: int = 4
     max_new: int = 512  # tokens a response may take
-    max_prompt: int = 2048  # tokens a window prompt may take
+    max_prompt: int = envs.House.max_prompt  # tokens a window prompt may take
     max_context: int = None  # tokens a conversation may take; default the model's limit
     workers: int = None  # processes that play; default none for house, else one per core (at most 16)
 
@@ -126,10 +125,9 @@ class Config:
     log: str = None  # tensorboard or wandb
 
 
-GROUPED = ("grpo", "rloo", "gigpo", "empg")  # what compares trajectories of the same task
 TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "critic_lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
         "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
-WEBSHOP = {"max_prompt": 4096, "mini_batch": 64}  # its pages are long, its episodes short
+WEBSHOP = {"max_prompt": envs.WebShop.max_prompt, "mini_batch": 64}  # its pages are long, its episodes short
 
 
 # Where the tiny model starts in the house. Made by: python train.py --warmup 5000 --iterations 0
@@ -278,7 +276,8 @@ class Chunk:
     adv: torch.Tensor = None  # (B, T)
     y_v: torch.Tensor = None  # (N,), over R_max
     y_q: torch.Tensor = None
-    score: torch.Tensor = None  # (N,), the episode's return, for methods without Eq. 6
+    score: torch.Tensor = None  # (N,), the episode's return, and what is charged for an invalid action: for methods without Eq. 6
+    charge: torch.Tensor = None
     critic: tuple = None  # of a separate critic: its old values, the targets, and which of them count, (B, T) each, over R_max
 
 
@@ -301,6 +300,10 @@ def mini_batches(turns, config, iteration):
              for group in micro_batches([mine[k] for k in keys if k in mine], config.tokens_per_micro_batch)] for keys in plan if keys]
 
 
+def column(values, device, dtype=torch.float32):
+    return torch.tensor(list(values), dtype=dtype, device=device)
+
+
 @torch.no_grad()
 def evaluate_old(lm, chunks, old="recompute"):
     """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs; with `old` "rollout" all three are the
@@ -308,10 +311,9 @@ def evaluate_old(lm, chunks, old="recompute"):
     off = []
     for n, c in enumerate(chunks):
         c.batch = c.batch.to(lm.device)
-        column = lambda values: torch.tensor(list(values), device=lm.device)
         sampled = torch.zeros(c.batch.ids.shape, device=lm.device)
-        sampled[c.batch.mask] = column(x for t in c.turns for x in t.logp)
-        c.old = sampled, column(t.v for t in c.turns) / lm.r_max, column(t.q for t in c.turns) / lm.r_max
+        sampled[c.batch.mask] = column((x for t in c.turns for x in t.logp), lm.device)
+        c.old = sampled, column((t.v for t in c.turns), lm.device) / lm.r_max, column((t.q for t in c.turns), lm.device) / lm.r_max
         if old == "recompute" or n == 0:
             logp, c.entropy, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
             off.append((logp - sampled)[c.batch.mask].abs().mean())
@@ -328,15 +330,14 @@ def evaluate_reference(reference, chunks):
 def set_targets(chunks, config, device):
     """Algorithm 1, lines 4 and 5. Statistics are taken over all turns of the iteration. -> old V, Q and returns (N,), for the log."""
     turns = [t for c in chunks for t in c.turns]
-    column = lambda values, dtype=torch.float32: torch.tensor(list(values), dtype=dtype, device=device)
-    traj, turn = column((t.traj for t in turns), torch.long), column((t.turn for t in turns), torch.long)
-    reward, done = column(t.reward for t in turns), column(t.done for t in turns)
-    p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column(()) for i in (1, 2))
+    traj, turn = column((t.traj for t in turns), device, torch.long), column((t.turn for t in turns), device, torch.long)
+    reward, done, invalid = (column((getattr(t, name) for t in turns), device) for name in ("reward", "done", "invalid"))
+    p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column((), device) for i in (1, 2))
     if not config.c_v and config.critic == "shared":
         p_v = torch.zeros_like(p_v)  # a readout that nobody trains is no value
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
-    times = column((len(t.action_ids) if config.norm == "token" else 1 for t in turns), torch.long)
-    adv = normalize_advantages(adv.repeat_interleave(times), invalid=column(t.invalid for t in turns).repeat_interleave(times), c_inv=config.c_inv,
+    times = column((len(t.action_ids) if config.norm == "token" else 1 for t in turns), device, torch.long)
+    adv = normalize_advantages(adv.repeat_interleave(times), invalid=invalid.repeat_interleave(times), c_inv=config.c_inv,
                                eps=config.eps_adv, group=everyone())[times.cumsum(0) - times]  # SAPO: one rollout per task, one mean for all
     sizes = [len(c.turns) for c in chunks]
     for c, adv_c, *y in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
@@ -346,10 +347,9 @@ def set_targets(chunks, config, device):
 
 def returns_of(turns, config, device):
     """(N,): the discounted reward from each turn to the end of its episode."""
-    column = lambda values, dtype=torch.float32: torch.tensor(list(values), dtype=dtype, device=device)
-    reward, none = column(t.reward for t in turns), torch.zeros(len(turns), device=device)
-    return turn_targets(column((t.traj for t in turns), torch.long), column((t.turn for t in turns), torch.long), reward, none, none, none,
-                        gamma=config.gamma, lam=1.0)[0]
+    reward, none = column((t.reward for t in turns), device), torch.zeros(len(turns), device=device)
+    traj, turn = column((t.traj for t in turns), device, torch.long), column((t.turn for t in turns), device, torch.long)
+    return turn_targets(traj, turn, reward, none, none, none, gamma=config.gamma, lam=1.0)[0]
 
 
 def everyone():
@@ -406,14 +406,14 @@ def set_targets_by_critic(chunks, config, device):
 def set_token_targets(chunks, config, device):
     """PPO as the framework has it: a turn is paid the episode's return, less its charge, on its last token; GAE over its tokens with gamma =
     lambda = 1, so that a token's advantage is that return less its value; advantages whitened over all tokens."""
-    set_no_values(chunks, config, device)
+    set_scores(chunks, config, device)
     v = []
     for c in chunks:
         values, (b, t) = c.critic[0], c.batch.mask.nonzero(as_tuple=True)
         n = c.batch.owner[b, t]  # a row for each turn
         at = n, t - c.batch.start[n]
         table = values.new_zeros(len(c.turns), int((c.batch.end - c.batch.start).max()))
-        score = (c.score - config.c_inv * torch.tensor([t.invalid for t in c.turns], device=device)).float() / config.r_max
+        score = (c.score - c.charge).float() / config.r_max
         adv, target = token_gae(table.index_put(at, values[b, t]), table.bool().index_put(at, torch.ones_like(n, dtype=torch.bool)), score)
         c.adv, target = (values.new_zeros(values.shape).index_put((b, t), x[at]) for x in (adv, target))
         c.critic = values, target, c.batch.mask
@@ -427,30 +427,31 @@ def set_token_targets(chunks, config, device):
     return v, torch.zeros_like(v), returns
 
 
-def set_no_values(chunks, config, device):
-    """Targets of a method without Eq. 10 and 11, and the episode's return on each of its turns. -> what was gained from each turn on, for the log."""
-    turns = [t for c in chunks for t in c.turns]
+def set_scores(chunks, config, device):
+    """For a method without Eq. 10 and 11: no targets, and on each turn the episode's return and the charge."""
     total = Counter()
-    for t in turns:
+    for t in (t for c in chunks for t in c.turns):
         total[t.traj] += t.reward
     for c in chunks:
         c.y_v = c.y_q = torch.zeros(len(c.turns), device=device)
-        c.score = torch.tensor([total[t.traj] for t in c.turns], dtype=torch.float64, device=device)
-    return returns_of(turns, config, device)
+        c.score = column((total[t.traj] for t in c.turns), device, torch.float64)
+        c.charge = config.c_inv * column((t.invalid for t in c.turns), device)
 
 
 def set_group_targets(chunks, config, device):
     """GRPO, RLOO, GiGPO, EMPG: every trajectory beside the others of its task, whichever rank played them."""
-    returns = set_no_values(chunks, config, device)
+    set_scores(chunks, config, device)
     mine = []
     for c in chunks:
         h = torch.zeros(len(c.turns), device=device)
         if config.algo == "empg":  # a turn's entropy is the mean over its tokens
             h = h.index_add(0, c.batch.owner[c.batch.mask], c.entropy[c.batch.mask]) / (c.batch.end - c.batch.start)
-        mine += [(t.traj, t.turn, state_number(t.seen), t.reward, s, h) for t, s, h in zip(c.turns, c.score.tolist(), h.tolist())]
+        state = envs.keys_of([t.seen for t in c.turns]).view(np.int64).tolist()  # the same number for the same observation
+        mine += [(t.traj, t.turn, *rest) for t, *rest in zip(c.turns, state, [t.reward for t in c.turns], c.score.tolist(), h.tolist())]
     first, rows = sum(gather([len(mine)])[:rank()]), gather(mine)
-    traj, turn, state = (torch.tensor(x) for x in list(zip(*rows))[:3])
-    reward, score, entropy = (torch.tensor(x, dtype=torch.float64) for x in list(zip(*rows))[3:])
+    columns = list(zip(*rows))
+    traj, turn, state = (torch.tensor(x) for x in columns[:3])
+    reward, score, entropy = (torch.tensor(x, dtype=torch.float64) for x in columns[3:])
     group = traj // config.group
     if config.algo == "rloo":
         adv = rloo_advantages(traj, group, score)
@@ -462,12 +463,9 @@ def set_group_targets(chunks, config, device):
         adv = empg_advantages(adv, traj, turn, entropy)
     adv = adv[first:first + len(mine)].float().to(device)
     for c, part in zip(chunks, adv.split([len(c.turns) for c in chunks])):
-        c.adv = c.batch.spread(part - config.c_inv * torch.tensor([t.invalid for t in c.turns], device=device))
+        c.adv = c.batch.spread(part - c.charge)
+    returns = returns_of([t for c in chunks for t in c.turns], config, device)
     return torch.zeros_like(returns), torch.zeros_like(returns), returns
-
-
-def state_number(text):
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "little")
 
 
 def update_critic(critic, optimizer, chunks, config):
