@@ -192,19 +192,19 @@ def thought_of(text):
     return " ".join((text[start + 7:end] if 0 <= start < end else text[:max(0, low.find("<action>"))]).split())
 
 
-def play_prompted(answers, games, pool, style, *, first=0, history=2, quiet=False):
+def play_prompted(answers, games, pool, style, *, first=0, history=2, quiet=False, keep=lambda record: None):
     """Every game once by a prompted model -> records as of `play`, with trials and lessons. plain: the prompt of training. react: all thoughts and
-    turns so far. reflexion: the same up to TRIALS times, each after lessons the model wrote about its failures."""
+    turns so far. reflexion: the same up to TRIALS times, each after lessons the model wrote about its failures. `keep` sees each attempt as it ends."""
     records, lessons = [None] * len(games), [[] for _ in games]
     for trial in range(TRIALS if style == "reflexion" else 1):
         left = [i for i, r in enumerate(records) if r is None or not r["won"]]
         for n in range(0, len(left), SIDE_BY_SIDE):
-            for i, played in play_once(answers, games, left[n:n + SIDE_BY_SIDE], pool, style, lessons, trial, first, history, quiet):
-                records[i] = played | {"trials": trial + 1, "lessons": list(lessons[i])}
+            for i, played in play_once(answers, games, left[n:n + SIDE_BY_SIDE], pool, style, lessons, trial, first, history, quiet, keep):
+                records[i] = played
     return records
 
 
-def play_once(answers, games, numbers, pool, style, lessons, trial, first, history, quiet):
+def play_once(answers, games, numbers, pool, style, lessons, trial, first, history, quiet, keep):
     """One attempt at some of the games, side by side -> [(number, record)]; in reflexion a lesson is added for each that failed."""
     for i in numbers:
         pool.start(i, games[i])
@@ -219,7 +219,8 @@ def play_once(answers, games, numbers, pool, style, lessons, trial, first, histo
 
     def end(i, truncated, outgrown=False):
         live.remove(i)
-        out[i] = record(pool.env, games[i], episodes[i].info, truncated, outgrown, said[i])
+        out[i] = record(pool.env, games[i], episodes[i].info, truncated, outgrown, said[i]) | {"trials": trial + 1, "lessons": list(lessons[i])}
+        keep(out[i])
 
     with tqdm(total=len(numbers), desc=f"{style}, attempt {trial + 1}", disable=quiet, leave=False) as bar:
         while live:
@@ -457,60 +458,71 @@ def main():
 
 
 def evaluate(args):
-    if not args.model:
-        raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
-    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512}
-    folder = args.model
-    weights = next((p for p in (os.path.join(folder, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), None)
-    is_run = not args.endpoint and weights is not None and os.path.isfile(os.path.join(folder, "config.json"))
-    if is_run:
-        run |= json_of(folder, "config.json")
-        folder = weights
-    setting = run | {k: v for k, v in vars(args).items() if v is not None}
-    env = setting["env"]
-    if run["env"] != env:
-        setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
-    setting["max_prompt"] = setting.get("max_prompt") or envs.known(env).max_prompt
-    options = envs.options_for(env, setting)
-    for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
-        if setting[name] < least:
-            raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
+    setting, options, weights, is_run = setting_of(args)
+    env, repeats = setting["env"], range(args.repeats)
     split = args.split or envs.known(env).held_out[0]
     games = spaced(envs.tasks(env, split, **options), args.limit)
     envs.make_env(env, **options)
-    if args.prompt != "plain" or args.endpoint:
-        setting["context"] = "window"
-    sampler = None if args.endpoint else Sampler(load(folder, words=envs.words()), setting["engine"], setting["context"], setting["max_new"], args.temperature)
-    workers = setting.get("workers")
-    pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
     kinds = [split] + [word for word in (options.get("goals"), args.prompt) if word not in (None, "synthetic", "plain")]
     name = f"eval-{'-'.join(kinds)}.json"
     out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")
     out = out if out.endswith(".json") else os.path.join(out, "eval.json")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    records = []
-    for n in range(args.repeats):
+    sampler = None if args.endpoint else Sampler(load(weights, words=envs.words()), setting["engine"], setting["context"], setting["max_new"], args.temperature)
+    workers = setting.get("workers")
+    pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
+    lines = os.path.splitext(out)[0] + ".jsonl"
+    try:
         if args.prompt != "plain" or args.endpoint:
-            rows = setting.get("rows") or (16 if args.endpoint else SIDE_BY_SIDE)
-            answers = Endpoint(args.endpoint, args.model, args.temperature, setting["max_new"], rows, setting["max_prompt"]) if args.endpoint else Local(
-                sampler, rows, setting["max_prompt"], args.seed + n)
-            played = play_prompted(answers, games, pool, args.prompt, history=setting["history"])
+            records = [r for n in repeats for r in evaluate_prompted(args, setting, sampler, games, pool, n, lines)]
         else:
-            played = play(sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
-                          max_context=setting.get("max_context"), title=f"{env} {split}")
-        records += [{"repeat": n} | r for r in played]
-    pool.close()
+            records = [{"repeat": n} | r for n in repeats for r in play(
+                sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
+                max_context=setting.get("max_context"), title=f"{env} {split}")]
+    finally:
+        pool.close()
     result = report(records) | {"model": args.model, "prompt": args.prompt, "env": env, "goals": options.get("goals"), "split": split,
                                 "temperature": args.temperature, "repeats": args.repeats}
     with open(out, "w") as file:
         json.dump(result, file, indent=1)
-    with open(os.path.splitext(out)[0] + ".jsonl", "w") as file:
+    with open(lines, "w") as file:
         file.writelines(json.dumps(r) + "\n" for r in records)
     print(table({f"{os.path.basename(args.model.rstrip('/'))}, {', '.join(kinds)}, T = {args.temperature:g}": result}, envs.known(env)))
     outgrown = sum(r["outgrown"] for r in records)
     if outgrown:
         print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit (--max_prompt, --max_context)")
     print(f"wrote {out}")
+
+
+def setting_of(args):
+    """The flags over the settings of the run that --model names -> (settings, the environment's options, where the weights are, whether it is a run)."""
+    if not args.model:
+        raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
+    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512}
+    weights = next((p for p in (os.path.join(args.model, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), args.model)
+    is_run = not args.endpoint and weights != args.model and os.path.isfile(os.path.join(args.model, "config.json"))
+    if is_run:
+        run |= json_of(args.model, "config.json")
+    setting = run | {k: v for k, v in vars(args).items() if v is not None}
+    if run["env"] != setting["env"]:
+        setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
+    setting["max_prompt"] = setting.get("max_prompt") or envs.known(setting["env"]).max_prompt
+    for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
+        if setting[name] < least:
+            raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
+    if args.prompt != "plain" or args.endpoint:
+        setting["context"] = "window"
+    return setting, envs.options_for(setting["env"], setting), weights if is_run else args.model, is_run
+
+
+def evaluate_prompted(args, setting, sampler, games, pool, n, path):
+    """The n-th repeat of a prompted model. Every attempt is written down as it ends: an hour of an endpoint's answers is not lost to its last one."""
+    rows = setting.get("rows") or (16 if args.endpoint else SIDE_BY_SIDE)
+    answers = Endpoint(args.endpoint, args.model, args.temperature, setting["max_new"], rows, setting["max_prompt"]) if args.endpoint else Local(
+        sampler, rows, setting["max_prompt"], args.seed + n)
+    with open(path, "a" if n else "w") as file:
+        keep = lambda r: print(json.dumps({"repeat": n} | r), file=file, flush=True)
+        return [{"repeat": n} | r for r in play_prompted(answers, games, pool, args.prompt, history=setting["history"], keep=keep)]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ References are plain loops in float64 written from the paper. They share no help
     python -m pytest -q
 """
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -2094,8 +2095,32 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
     torch.testing.assert_close(torch.tensor(found), torch.tensor([(a - mean) / std for a in adv]), atol=1e-4, rtol=1e-4)
     assert len(v) == len(q) == sum(len(c.turns) for c in chunks) and not q.any()
     before = [p.clone() for p in learner.lm.model.parameters()]
-    losses = [learner.learn_values(batches[0], config, 0, 100)["loss_critic"] for _ in range(30)]
+    train.set_lr(learner.critic_optimizer, config.critic_lr, config, 0, 100)
+    losses = [train.update_critic(learner.critic, learner.critic_optimizer, batches[0], config)["loss_critic"] for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0] and all(a.equal(b) for a, b in zip(before, learner.lm.model.parameters()))
+
+
+def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_path):
+    config, learner, batches, _, _ = judged(tmp_path, "--algo", "ppo")
+
+    def gradient(critic, checkpointing=False):
+        train.update_critic(critic, torch.optim.SGD(critic.parameters(), lr=0.0), batches[0], dataclasses.replace(config, checkpointing=checkpointing, grad_clip=1e9))
+        return [p.grad.float() for p in critic.parameters()]
+
+    usual = gradient(learner.critic)
+    frugal = copy.deepcopy(learner.critic)
+    frugal.body.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    frugal.body.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for a, b in zip(usual, gradient(frugal, checkpointing=True)):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    assert len(calls) == 2 * len(batches[0])  # every layer once more, in the backward pass
+    sixteen = model_module.Critic(dataclasses.replace(learner.lm, model=copy.deepcopy(learner.lm.model).bfloat16()))
+    sixteen.body.load_state_dict(learner.critic.body.state_dict())
+    sixteen.head.load_state_dict(learner.critic.head.state_dict())
+    near = torch.cat([g.flatten() for g in gradient(sixteen)])
+    assert {p.dtype for p in sixteen.body.parameters()} == {torch.bfloat16} and sixteen.head.weight.dtype == torch.float32
+    assert torch.cosine_similarity(near, torch.cat([g.flatten() for g in usual]), 0) > 0.99
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -2156,7 +2181,8 @@ def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, fl
     every = ["--tasks", "12", "--group", "3", "--horizon", "12", "--eval_games", "0", "--mini_batch", "12", "--lr_end", "1", *flags]
     run = lambda *more: subprocess.run([sys.executable, *more], cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     run("train.py", *every, "--iterations", "2", "--out", str(tmp_path / "one"))
-    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *every, "--iterations", "2", "--out", str(tmp_path / "two"))
+    split = ["--shard"] if "ppo" in flags else []
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *every, *split, "--iterations", "2", "--out", str(tmp_path / "two"))
     read = lambda name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < line["success"] < 1 and abs(line["loss_policy"]) > 1e-6 for line in read("one"))  # or there would be nothing to compare
     for a, b in zip(read("one"), read("two")):
@@ -2299,7 +2325,10 @@ def test_recomputed_activations_change_no_gradient(tmp_path):
         config, lm, turns, batches = prepared(tmp_path, *flags)
         if flags:
             lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls = []
+        lm.model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         train.update(lm, NoStep(lm), batches[0], config)
+        assert len(calls) == (2 if flags else 1) * len(batches[0])
         found.append(gradient(lm))
         assert not lm.model.training
     torch.testing.assert_close(*found, atol=1e-7, rtol=1e-5)
@@ -2764,6 +2793,11 @@ def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
     says[:] = [(401, {}, "")]
     with pytest.raises(SystemExit, match="wants a key|refuses the key"):
         run_main(evaluation, monkeypatch, "--model", "gpt", "--endpoint", url, "--limit", 1, "--out", tmp_path / "f.json")
+    says[:] = [chat_answer("")] * 3 + [(404, {}, "")]  # fails in the second repeat
+    with pytest.raises(SystemExit, match="404"):
+        run_main(evaluation, monkeypatch, "--model", "gpt", "--endpoint", url, "--limit", 1, "--horizon", 2, "--repeats", 2, "--out", tmp_path / "g.json")
+    kept = [json.loads(line) for line in (tmp_path / "g.jsonl").read_text().splitlines()]
+    assert [(r["repeat"], r["turns"]) for r in kept] == [(0, 2)]  # what had ended is written down
 
 
 def test_react_with_a_local_model_repeats_itself(tmp_path, monkeypatch, capsys):

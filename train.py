@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -409,14 +410,12 @@ def set_token_targets(chunks, config, device):
     set_scores(chunks, config, device)
     v = []
     for c in chunks:
-        values, (b, t) = c.critic[0], c.batch.mask.nonzero(as_tuple=True)
-        n = c.batch.owner[b, t]  # a row for each turn
-        at = n, t - c.batch.start[n]
-        table = values.new_zeros(len(c.turns), int((c.batch.end - c.batch.start).max()))
-        score = (c.score - c.charge).float() / config.r_max
-        adv, target = token_gae(table.index_put(at, values[b, t]), table.bool().index_put(at, torch.ones_like(n, dtype=torch.bool)), score)
-        c.adv, target = (values.new_zeros(values.shape).index_put((b, t), x[at]) for x in (adv, target))
-        c.critic = values, target, c.batch.mask
+        values, mask, lengths = c.critic[0], c.batch.mask, [len(t.action_ids) for t in c.turns]
+        table = pad_sequence(values[mask].split(lengths), batch_first=True)  # a row for each turn, (N, T)
+        on = torch.arange(table.shape[1], device=device) < column(lengths, device)[:, None]
+        adv, target = token_gae(table, on, (c.score - c.charge).float() / config.r_max)
+        c.adv, target = (torch.zeros_like(values).masked_scatter(mask, x[on]) for x in (adv, target))
+        c.critic = values, target, mask
         v.append(config.r_max * values[c.batch.seq, c.batch.start])
     parts = [c.adv[c.batch.mask] for c in chunks]
     flat = normalize_advantages(torch.cat(parts) if parts else torch.zeros(0, device=device), eps=config.eps_adv, group=everyone())
@@ -594,14 +593,25 @@ class Learner:
         for c in chunks:
             c.critic = self.critic(c.batch), None, None
 
-    def learn(self, chunks, config, iteration, step):
-        """Lines 6 and 7: a step on a mini-batch."""
-        set_lr(self.optimizer, config.lr, config, iteration, step)
-        return update(self.lm, self.optimizer, chunks, config)
-
-    def learn_values(self, chunks, config, iteration, step):
-        set_lr(self.critic_optimizer, config.critic_lr, config, iteration, step)
-        return update_critic(self.critic, self.critic_optimizer, chunks, config)
+    def learn(self, batches, config, clock, iteration=0, step=0, failed=0):
+        """Lines 6 and 7: a step on each mini-batch, `step` and `failed` counted on from before. -> the steps' numbers, and how many have failed
+        in a row by now: at five it stops."""
+        steps = []
+        for chunks in batches * config.epochs:
+            set_lr(self.optimizer, config.lr, config, iteration, step + len(steps))
+            steps.append(update(self.lm, self.optimizer, chunks, config))
+            failed = (failed + 1) * steps[-1]["skipped"]
+            if failed == 5:
+                break
+        self.optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
+        clock.lap("update")
+        if self.critic:
+            for n, (info, chunks) in enumerate(zip(steps, batches * config.epochs)):
+                set_lr(self.critic_optimizer, config.critic_lr, config, iteration, step + n)
+                info |= update_critic(self.critic, self.critic_optimizer, chunks, config)
+            self.critic_optimizer.zero_grad(set_to_none=True)
+            clock.lap("critic")
+        return steps, failed
 
 
 def make_learner(lm, config):
@@ -630,21 +640,9 @@ def train(lm, pool, config, log):
         batches = mini_batches(turns, config, iteration)
         chunks = [c for chunk_list in batches for c in chunk_list]
         values, sampler_off = learner.judge(chunks, config, clock)  # lines 3 to 5
-        steps = []
         with uninterrupted() as asked:  # or a checkpoint would be neither of this iteration nor of the next
-            for minibatch in batches * config.epochs:
-                steps.append(learner.learn(minibatch, config, iteration, step))  # lines 6 and 7
-                step, failed = step + 1, (failed + 1) * steps[-1]["skipped"]
-                if failed == 5:
-                    break
-            learner.optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
-            clock.lap("update")
-            if learner.critic:
-                first = step - len(steps)
-                for n, minibatch in enumerate((batches * config.epochs)[:len(steps)]):
-                    steps[n] |= learner.learn_values(minibatch, config, iteration, first + n)
-                learner.critic_optimizer.zero_grad(set_to_none=True)
-                clock.lap("critic")
+            steps, failed = learner.learn(batches, config, clock, iteration, step, failed)  # lines 6 and 7
+            step += len(steps)
             metrics = summary(iteration, turns, values, steps, sampler, clock, pool.env.categories) | {"sampler_off": sampler_off}
             log(metrics, turns)
             if failed == 5:
@@ -1266,13 +1264,7 @@ def one_iteration(learner, config, turns, n, clock):
     batches = mini_batches(turns, config, n)
     chunks = [c for b in batches for c in b]
     learner.judge(chunks, config, clock)
-    for step, minibatch in enumerate(batches):
-        learner.learn(minibatch, config, 0, step)
-    clock.lap("update")
-    if learner.critic:
-        for step, minibatch in enumerate(batches):
-            learner.learn_values(minibatch, config, 0, step)
-        clock.lap("critic")
+    learner.learn(batches, config, clock)
     return chunks, clock.laps
 
 
