@@ -831,8 +831,9 @@ def check_alfworld(env, task):
 
 
 @pytest.fixture
-def small_game(tmp_path):
+def small_game(tmp_path, monkeypatch):
     """A folder with one game, written from the domain and the grammar the package carries."""
+    monkeypatch.setenv("ALFWORLD_DATA", os.environ.get("ALFWORLD_DATA") or str(tmp_path))  # unset or empty, the package makes a folder of its own
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
     with open(ALFRED_PDDL_PATH) as domain, open(ALFRED_TWL2_PATH) as grammar:
         game = {"pddl_domain": domain.read(), "grammar": grammar.read().replace("UNKNOWN GOAL", "put a mug in desk"), "pddl_problem": PROBLEM,

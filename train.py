@@ -33,6 +33,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -218,7 +219,7 @@ def check(config):
             raise ValueError(f"--{name} does nothing with --algo {config.algo}")
     if config.algo == "empg" and config.old == "rollout":
         raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
-    if config.shard and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if config.shard and launched() == 1:
         raise ValueError("--shard spreads the optimizer's state over several ranks: torchrun --nproc_per_node=2 train.py ...")
     if config.log and importlib.util.find_spec(config.log) is None:
         raise ValueError(f"--log {config.log}: that package is not installed (pip install {config.log})")
@@ -234,6 +235,11 @@ def env_options(config):
 
 
 # ----------------------------------------------------------------------------------------------------- several ranks
+
+
+def launched():
+    """The ranks torchrun starts, known before they have met."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def world():
@@ -845,7 +851,7 @@ class Log:
         os.makedirs(f"{config.out}/transcripts", exist_ok=True)
         if config.log == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
-            self.writer = SummaryWriter(config.out).add_scalar
+            self.writer = SummaryWriter(config.out, flush_secs=5).add_scalar  # nobody closes it
         elif config.log == "wandb":
             import wandb
             run = wandb.init(project="sapo", name=os.path.basename(config.out), config=dataclasses.asdict(config))
@@ -1148,7 +1154,7 @@ def memory_needed(config, arch):
     """{what: bytes on one rank} of the largest things a run holds, from the architecture alone."""
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(arch).parameters())
-    size, share = 2 if config.dtype == "bfloat16" else 4, int(os.environ.get("WORLD_SIZE", 1)) if config.shard else 1
+    size, share = 2 if config.dtype == "bfloat16" else 4, launched() if config.shard else 1
     heads = getattr(arch, "num_key_value_heads", None) or arch.num_attention_heads
     kv_token = 2 * arch.num_hidden_layers * heads * (getattr(arch, "head_dim", None) or arch.hidden_size // arch.num_attention_heads) * size
     longest = config.max_context or (config.max_prompt + config.max_new if config.context == "window" else arch.max_position_embeddings)
@@ -1158,7 +1164,7 @@ def memory_needed(config, arch):
     return {"weights": weights * size, "gradients": weights * size, "master weights": masters, "moments": moments, "reference": weights * size * bool(config.beta),
             "critic": (2 * weights * size + masters + moments) * (config.critic == "separate"),
             "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
-            "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // int(os.environ.get("WORLD_SIZE", 1))))}
+            "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
 
 
 def check_memory(config, say):
@@ -1313,12 +1319,12 @@ def main():
         if "--bench" in sys.argv:
             return bench([a for a in sys.argv[1:] if a != "--bench"])
         config = parse_config()
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if launched() > 1:
             if torch.cuda.is_available():
                 if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
                     raise ValueError(f"more ranks than the {torch.cuda.device_count()} GPU(s) here: lower --nproc_per_node")
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(hours=2))  # one rank's games may last while others wait
         run(config)
     except torch.OutOfMemoryError as error:
         sys.exit(f"train.py: out of memory. In an update: lower --tokens_per_micro_batch, or add --checkpointing; in a rollout: lower --rows or "
