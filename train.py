@@ -1167,6 +1167,9 @@ def memory_needed(config, arch):
             "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
 
 
+STATE = {"weights", "gradients", "master weights", "moments", "reference", "critic"}  # what stays from step to step
+
+
 def check_memory(config, say):
     """Prints what a run needs before anything is loaded; ValueError where the GPU cannot hold what it needs in any case."""
     if config.model == "tiny":
@@ -1230,14 +1233,15 @@ def bench(argv):
         rival = dataclasses.replace(config, algo="ppo", critic="separate", c_v=0.0, c_q=0.0)
         critic = Critic(lm)
         algos["ppo"] = dataclasses.replace(learner, critic=critic, critic_optimizer=optimizer_for(critic, rival)), rival
-    laps, pool = {algo: [] for algo in algos}, envs.Pool("house")
+    laps, sampler_off, pool = {algo: [] for algo in algos}, [], envs.Pool("house")
     for n in range(size.repeats + 1):
         began = Clock(pool)
         turns = replay(sampler, config, size.turns, size.prompt, size.response)
         began.lap("rollout")
         for algo in sorted(algos, reverse=n % 2 == 1):  # now one first, now the other
-            chunks, lap = one_iteration(*algos[algo], turns, n, Clock(pool))
+            chunks, off, lap = one_iteration(*algos[algo], turns, n, Clock(pool))
             laps[algo].append(began.laps | lap)
+            sampler_off.append(off)
     count = lambda f: sum(int(f(c.batch)) for c in chunks)
     real, scored, processed = count(lambda b: b.length.sum()), count(lambda b: b.mask.sum()), count(lambda b: b.ids.numel())
     squares = count(lambda b: (b.length ** 2).sum())
@@ -1254,7 +1258,10 @@ def bench(argv):
     after = {algo: sum(times.values()) - times["rollout"] for algo, times in phases.items()}
     print(f"{'after rollout':15}" + "".join(f"{seconds:9.2f} s" for seconds in after.values())
           + (f"   {config.algo} / ppo {after[config.algo] / after['ppo']:.3f}" if len(after) > 1 else ""))
-    print(f"peak memory {peak_memory():.2f} GB")
+    state = {algo: sum(n for what, n in memory_needed(its, lm.model.config).items() if what in STATE) for algo, (_, its) in algos.items()}
+    print("what training keeps, computed: " + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in state.items())
+          + (f", ratio {state[config.algo] / state['ppo']:.3f}" if len(state) > 1 else "") + f"; peak memory {peak_memory():.2f} GB")
+    print(f"log-probs of sampler and trainer differ by {np.median(sampler_off[::len(algos)]):.2g} on average")  # the second's policy has moved since
     if any(flag.split("=")[0] == "--out" for flag in rest):
         os.makedirs(config.out, exist_ok=True)
         write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "context": config.context, "old": config.old, "seconds": phases} | versions(), indent=1))
@@ -1266,12 +1273,12 @@ PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 
 
 
 def one_iteration(learner, config, turns, n, clock):
-    """Lines 3 to 7 on given turns. -> (their chunks, seconds by phase)."""
+    """Lines 3 to 7 on given turns. -> (their chunks, how far the sampler's log-probs were from the pass's, seconds by phase)."""
     batches = mini_batches(turns, config, n)
     chunks = [c for b in batches for c in b]
-    learner.judge(chunks, config, clock)
+    _, sampler_off = learner.judge(chunks, config, clock)
     learner.learn(batches, config, clock)
-    return chunks, clock.laps
+    return chunks, sampler_off, clock.laps
 
 
 def compare_updates(lm, turns, config):
@@ -1288,6 +1295,9 @@ def compare_updates(lm, turns, config):
         logp = restricted_log_softmax(lm.model(input_ids=batch.ids, use_cache=False).logits.float(), lm.value_index)
         return logp[b, t - 1].gather(1, batch.ids[b, t][:, None]).sum()
 
+    def body_alone(batch):
+        return lm.body(batch.ids, use_cache=False).sum()
+
     def seconds(batches, score):
         lm.model.zero_grad()
         began = time.perf_counter()
@@ -1298,6 +1308,13 @@ def compare_updates(lm, turns, config):
             total += loss.item()
         return time.perf_counter() - began, total
 
+    if torch.cuda.is_available():
+        peaks = []
+        for score in (body_alone, body_alone, chunked):  # the first makes the gradients
+            torch.cuda.reset_peak_memory_stats()
+            seconds([some], score)
+            peaks.append(peak_memory())
+        print(f"the loss of a micro-batch of {some.ids.numel()} tokens takes {peaks[2] - peaks[1]:.2f} GB beside its body's {peaks[1]:.2f}")
     tidy = [make_batch(group).to(lm.device) for group in micro_batches(samples, config.tokens_per_micro_batch)]
     alike, each = [], max(1, config.tokens_per_micro_batch // longest)
     for i in range(0, len(samples), each):
