@@ -43,16 +43,15 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
     first = torch.full_like(ids, turn.max()).scatter_reduce(0, row, turn, "amin")
     last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
     col, length = turn - first[row], last - first + 1
-    known = torch.stack([row, col]).unique(dim=1)[0].bincount(minlength=len(ids))
-    if (known != length).any():
-        broken = ids[known != length].tolist()
-        raise ValueError(f"turn_targets: turns are missing in the middle of trajectories {broken[:8]}")
 
     def table(x):  # (N,) -> (M, longest + 1); the extra column is the 0 after the last turn
         grid = v_old.new_zeros(len(ids), int(length.max()) + 1)
         grid[row, col] = x.to(v_old.dtype)
         return grid
 
+    torn = table(torch.ones_like(reward)).sum(1) < length
+    if torn.any():
+        raise ValueError(f"turn_targets: turns are missing in the middle of trajectories {ids[torn].tolist()[:8]}")
     r, d, v, q = table(reward), table(done), table(v_old), table(q_old)
     adv = torch.zeros_like(v)
     for t in reversed(range(v.shape[1] - 1)):
@@ -68,21 +67,22 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
     """Eq. 7: (N,) -> (N,). Mean and population std over valid turns, over all ranks of `group` (a torch.distributed
     process group; None: this process alone). `invalid` marks turns whose action could not be parsed: they are charged
-    c_inv first. Turns outside `valid` are not counted and get 0. One turn, or equal ones, give 0 up to rounding, never NaN."""
-    valid = torch.ones_like(adv, dtype=torch.bool) if valid is None else valid.bool()
+    c_inv first. `valid` says which turns count, or how often each does; the others get 0. One turn, or equal ones, give 0 up to
+    rounding, never NaN."""
+    times = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
-    charged = torch.where(valid, charged, 0.0)
+    charged = torch.where(times > 0, charged, 0.0)
 
     def total(x):
         if group is not None:
             dist.all_reduce(x, group=group)
         return x
 
-    count, mean = total(torch.stack([valid.double().sum(), charged.sum()])).unbind()
+    count, mean = total(torch.stack([times.sum(), (times * charged).sum()])).unbind()
     count = count.clamp(min=1)
     mean = mean / count
-    std = (total((torch.where(valid, charged - mean, 0.0) ** 2).sum()) / count).sqrt()  # two passes: no cancellation
-    return torch.where(valid, (charged - mean) / (std + eps), 0.0).to(adv.dtype)  # Eq. 7
+    std = (total((times * (charged - mean) ** 2).sum()) / count).sqrt()  # two passes: no cancellation
+    return torch.where(times > 0, (charged - mean) / (std + eps), 0.0).to(adv.dtype)  # Eq. 7
 
 
 def policy_loss(logp, logp_old, adv, mask, *, clip, denom=None):
@@ -138,13 +138,13 @@ def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
     loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
     loss_q, info_q = value_loss(p_q, p_q_old, y_q, clip=clip_q, valid=valid, denom=turns)
-    distance = k3(logp, logp if logp_ref is None else logp_ref, mask)
-    kl = distance.sum() / tokens
+    logp_ref = logp.detach() if logp_ref is None else logp_ref  # no reference: no distance
+    kl = kl_loss(logp, logp_ref, mask, denom=tokens)
     h = torch.where(mask, entropy, 0.0).sum() / tokens
     loss = loss_policy + c_v * loss_v + c_q * loss_q + beta * kl - c_h * h  # Eq. 12  # SAPO: one loss, one model
     parts = {"loss": loss, "loss_policy": loss_policy, "loss_v": loss_v, "loss_q": loss_q, "kl": kl, "entropy": h}
     info |= {"v_" + k: x for k, x in info_v.items()} | {"q_" + k: x for k, x in info_q.items()}
-    parts["kl_max"] = distance.amax() if mask.any() else kl  # heavy-tailed: the mean alone can look harmless
+    parts["kl_max"] = k3(logp.detach(), logp_ref, mask).amax() if mask.any() else kl  # heavy-tailed: the mean alone can look harmless
     return loss, info | {k: x.detach() for k, x in parts.items()}
 
 
@@ -224,8 +224,7 @@ def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
     h = entropy.double()
     h = (h - h.min()) / (h.max() - h.min() + 1e-8)
     gain, clear = (-k * h).exp(), (-k_f * h).exp()
-    order = torch.argsort(turn, stable=True)
-    order = order[torch.argsort(traj[order], stable=True)]
+    order = (traj.unique(return_inverse=True)[1] * (turn.max() + 1) + turn).argsort()
     bonus = torch.zeros_like(clear)
     bonus[order[:-1]] = torch.where(traj[order[1:]] == traj[order[:-1]], clear[order[1:]], 0.0)
     out = adv.double() * gain / (gain.mean() + 1e-8) + zeta * bonus

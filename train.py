@@ -343,9 +343,9 @@ def set_targets(chunks, config, device):
     if not config.c_v and config.critic == "shared":
         p_v = torch.zeros_like(p_v)  # a readout that nobody trains is no value
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
-    times = column((len(t.action_ids) if config.norm == "token" else 1 for t in turns), device, torch.long)
-    adv = normalize_advantages(adv.repeat_interleave(times), invalid=invalid.repeat_interleave(times), c_inv=config.c_inv,
-                               eps=config.eps_adv, group=everyone())[times.cumsum(0) - times]  # SAPO: one rollout per task, one mean for all
+    often = column((len(t.action_ids) for t in turns), device) if config.norm == "token" else None
+    adv = normalize_advantages(adv, invalid=invalid, c_inv=config.c_inv, valid=often, eps=config.eps_adv,
+                               group=everyone())  # SAPO: one rollout per task, one mean for all
     sizes = [len(c.turns) for c in chunks]
     for c, adv_c, *y in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
         c.adv, (c.y_v, c.y_q) = c.batch.spread(adv_c), (x / config.r_max for x in y)
@@ -563,8 +563,9 @@ def set_lr(optimizer, lr, config, iteration, step):
 def pick_tasks(ids, config, iteration):
     """This iteration's tasks, each --group times: every game once per pass over the games, in an order drawn anew for each pass."""
     count = config.tasks // config.group
-    order = lambda epoch: np.random.default_rng([config.seed, epoch, 2]).permutation(len(ids))
-    return [ids[order(n // len(ids))[n % len(ids)]] for n in range(iteration * count, (iteration + 1) * count) for _ in range(config.group)]
+    places = [divmod(n, len(ids)) for n in range(iteration * count, (iteration + 1) * count)]
+    orders = {epoch: np.random.default_rng([config.seed, epoch, 2]).permutation(len(ids)) for epoch, _ in places}
+    return [ids[orders[epoch][i]] for epoch, i in places for _ in range(config.group)]
 
 
 def sampler_for(lm, config, temperature=1.0):
@@ -591,8 +592,11 @@ class Learner:
         if self.critic:
             self.evaluate_critic(chunks)
             clock.lap("values")
-        targets = {"sapo": set_targets_by_critic if self.critic else set_targets, "ppo": set_token_targets}
-        return targets.get(config.algo, set_group_targets)(chunks, config, self.lm.device), sampler_off  # lines 4 and 5
+        if config.algo == "sapo":
+            set_them = set_targets_by_critic if self.critic else set_targets
+        else:
+            set_them = set_token_targets if config.algo == "ppo" else set_group_targets
+        return set_them(chunks, config, self.lm.device), sampler_off  # lines 4 and 5
 
     @torch.no_grad()
     def evaluate_critic(self, chunks):
