@@ -1955,10 +1955,10 @@ def prepared(tmp_path, *flags, sharp=True):
     for i, t in enumerate(turns):
         t.reward, t.invalid = 10.0 * (t.done and i % 2), i % 3 == 0
     batches = train.mini_batches(turns, config, 0)
-    chunks = [c for b in batches for c in b]
-    train.evaluate_old(lm, chunks)
-    train.evaluate_reference(lm, chunks)
-    train.set_targets(chunks, config, lm.device)
+    micros = [m for b in batches for m in b]
+    train.evaluate_old(lm, micros)
+    train.evaluate_reference(lm, micros)
+    train.set_targets(micros, config, lm.device)
     return config, lm, turns, batches
 
 
@@ -1984,13 +1984,13 @@ def test_the_first_step_is_reinforce(tmp_path, context):
     assert info["ratio_max"] == 1 and info["clip_fraction"] == 0  # exactly: the old pass ran on the same padded batches
     found = gradient(lm)
     lm.model.zero_grad()
-    tokens = sum(len(t.action_ids) for c in batches[0] for t in c.turns)
-    for c in batches[0]:
-        for n, t in enumerate(c.turns):
-            row, start, end = c.batch.seq[n], c.batch.start[n], c.batch.end[n]
-            logp = restricted_log_softmax(lm.model(c.batch.ids[row:row + 1]).logits[0, start - 1:end - 1], lm.value_ids)
+    tokens = sum(len(t.action_ids) for m in batches[0] for t in m.turns)
+    for m in batches[0]:
+        for n, t in enumerate(m.turns):
+            row, start, end = m.batch.seq[n], m.batch.start[n], m.batch.end[n]
+            logp = restricted_log_softmax(lm.model(m.batch.ids[row:row + 1]).logits[0, start - 1:end - 1], lm.value_ids)
             logp = logp.gather(1, torch.tensor(t.action_ids)[:, None])
-            (-c.adv[row, start] * logp.sum() / tokens).backward()
+            (-m.adv[row, start] * logp.sum() / tokens).backward()
     torch.testing.assert_close(found, gradient(lm), atol=1e-5, rtol=1e-4)
 
 
@@ -1999,9 +1999,9 @@ def test_micro_batch_size_changes_no_gradient(tmp_path, context):
     found = []
     for budget in ("1", "300", "100000"):
         config, lm, turns, batches = prepared(tmp_path, "--context", context, "--tokens_per_micro_batch", budget, "--mini_batch", "1000")
-        for c in batches[0]:  # off-policy, or clipping and the KL would have nothing to do
-            c.old = c.old[0] + 0.3 * torch.sin(torch.arange(c.batch.ids.shape[1])) * c.batch.mask, *c.old[1:]
-            c.old[0][:] = torch.where(c.batch.mask, c.old[0].mean(), 0.0)
+        for m in batches[0]:  # off-policy, or clipping and the KL would have nothing to do
+            m.logp_old = m.logp_old + 0.3 * torch.sin(torch.arange(m.batch.ids.shape[1])) * m.batch.mask
+            m.logp_old[:] = torch.where(m.batch.mask, m.logp_old.mean(), 0.0)
         train.update(lm, NoStep(lm), batches[0], config)
         found.append((len(batches[0]), gradient(lm)))
     assert found[0][0] > found[1][0] > found[2][0] or found[0][0] > found[2][0]
@@ -2009,17 +2009,17 @@ def test_micro_batch_size_changes_no_gradient(tmp_path, context):
 
 def test_every_turn_is_trained_once_in_mini_batches_of_the_asked_size(tmp_path):
     config, lm, turns, batches = prepared(tmp_path)
-    seen = [(t.traj, t.turn) for b in batches for c in b for t in c.turns]
+    seen = [(t.traj, t.turn) for b in batches for m in b for t in m.turns]
     assert sorted(seen) == sorted((t.traj, t.turn) for t in turns) and seen != sorted(seen)
-    sizes = [sum(len(c.turns) for c in b) for b in batches]
+    sizes = [sum(len(m.turns) for m in b) for b in batches]
     assert len(sizes) == math.ceil(len(turns) / 12) and max(sizes) - min(sizes) <= 1
-    assert all(c.batch.ids.numel() <= max(config.tokens_per_micro_batch, c.batch.ids.shape[1]) for b in batches for c in b)
+    assert all(m.batch.ids.numel() <= max(config.tokens_per_micro_batch, m.batch.ids.shape[1]) for b in batches for m in b)
 
 
 def test_no_mini_batch_is_empty_however_long_a_trajectory(tmp_path):
     for size in ("1", "3", "8"):
         config, lm, turns, batches = prepared(tmp_path, "--context", "full", "--mini_batch", size)
-        assert all(batches) and sum(len(c.turns) for b in batches for c in b) == len(turns)
+        assert all(batches) and sum(len(m.turns) for b in batches for m in b) == len(turns)
 
 
 def test_value_rows_learn_from_values_alone(tmp_path):
@@ -2054,47 +2054,47 @@ def judged(tmp_path, *flags):
     for t in turns:
         t.reward, t.invalid, t.seen = rng.choice([0, 0, 10.0]) * t.done, rng.random() < 0.2, rng.choice("ab")
     batches = train.mini_batches(turns, config, 0)
-    chunks = [c for b in batches for c in b]
+    micros = [m for b in batches for m in b]
     learner = train.make_learner(lm, config)
     if learner.critic:
         torch.nn.init.normal_(learner.critic.head.weight, std=0.1)
-    values, _ = learner.judge(chunks, config, train.Clock(types.SimpleNamespace(seconds=0.0)))
-    return config, learner, batches, chunks, values
+    values, _ = learner.judge(micros, config, train.Clock(types.SimpleNamespace(seconds=0.0)))
+    return config, learner, batches, micros, values
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
 @pytest.mark.parametrize("algo", ["grpo", "rloo", "gigpo", "empg"])
 def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
-    config, learner, _, chunks, values = judged(tmp_path, "--algo", algo, "--context", context)
-    turns = [t for c in chunks for t in c.turns]
+    config, learner, _, micros, values = judged(tmp_path, "--algo", algo, "--context", context)
+    turns = [t for m in micros for t in m.turns]
     rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.seen), t.reward) for t in turns]
-    entropy = [c.entropy[c.batch.owner == n].mean().item() for c in chunks for n in range(len(c.turns))]
+    entropy = [m.entropy[m.batch.owner == n].mean().item() for m in micros for n in range(len(m.turns))]
     expected = rloo_by_loop(rows) if algo == "rloo" else gigpo_by_loop(rows, 0.95, 1.0, True) if algo == "gigpo" else grpo_by_loop(rows)
     expected = empg_by_loop(expected, rows, entropy, 1.0, 1.0, 0.1) if algo == "empg" else expected
-    found = [(c.adv[c.batch.owner == n].unique(), t) for c in chunks for n, t in enumerate(c.turns)]
+    found = [(m.adv[m.batch.owner == n].unique(), t) for m in micros for n, t in enumerate(m.turns)]
     for (adv, t), e in zip(found, expected):
         torch.testing.assert_close(adv, torch.tensor([e - 0.1 * t.invalid], dtype=torch.float32), atol=1e-5, rtol=1e-5)
-    assert not any(c.adv[~c.batch.mask].any() or c.y_v.any() for c in chunks) and learner.critic is None and config.c_v == config.c_q == 0
+    assert not any(m.adv[~m.batch.mask].any() or m.y_v.any() for m in micros) and learner.critic is None and config.c_v == config.c_q == 0
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_path, context):
-    config, learner, batches, chunks, (v, q, _) = judged(tmp_path, "--algo", "ppo", "--context", context)
-    total = returns_by_loop([(t.traj, 0, 0, 0, t.reward) for c in chunks for t in c.turns])
+    config, learner, batches, micros, (v, q, _) = judged(tmp_path, "--algo", "ppo", "--context", context)
+    total = returns_by_loop([(t.traj, 0, 0, 0, t.reward) for m in micros for t in m.turns])
     adv, found = [], []
-    for c in chunks:
-        values, target, counts = c.critic
-        assert counts.equal(c.batch.mask) and values.abs().max() > 0
-        for n, t in enumerate(c.turns):
-            mine = c.batch.owner == n
+    for m in micros:
+        values, target, counts = m.value, m.value_target, m.value_mask
+        assert counts.equal(m.batch.mask) and values.abs().max() > 0
+        for n, t in enumerate(m.turns):
+            mine = m.batch.owner == n
             score = (total[t.traj] - 0.1 * t.invalid) / 10
             torch.testing.assert_close(target[mine], torch.full_like(target[mine], score), atol=1e-5, rtol=1e-5)  # gamma = lambda = 1
             adv += (score - values[mine]).tolist()
-            found += c.adv[mine].tolist()
+            found += m.adv[mine].tolist()
     mean = sum(adv) / len(adv)
     std = math.sqrt(sum((a - mean) ** 2 for a in adv) / len(adv))
     torch.testing.assert_close(torch.tensor(found), torch.tensor([(a - mean) / std for a in adv]), atol=1e-4, rtol=1e-4)
-    assert len(v) == len(q) == sum(len(c.turns) for c in chunks) and not q.any()
+    assert len(v) == len(q) == sum(len(m.turns) for m in micros) and not q.any()
     before = [p.clone() for p in learner.lm.model.parameters()]
     train.set_lr(learner.critic_optimizer, config.critic_lr, config, 0, 100)
     losses = [train.update_critic(learner.critic, learner.critic_optimizer, batches[0], config)["loss_critic"] for _ in range(30)]
@@ -2126,40 +2126,40 @@ def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_pat
 
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, context):
-    config, learner, _, chunks, (v, q, _) = judged(tmp_path, "--critic", "separate", "--context", context)
-    turns = [t for c in chunks for t in c.turns]
-    values = torch.cat([c.critic[0][c.batch.seq, c.batch.start] for c in chunks])
+    config, learner, _, micros, (v, q, _) = judged(tmp_path, "--critic", "separate", "--context", context)
+    turns = [t for m in micros for t in m.turns]
+    values = torch.cat([m.value[m.batch.seq, m.batch.start] for m in micros])
     column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns])
     adv, y_v, _ = turn_targets(column("traj"), column("turn"), column("reward"), column("done"), 10 * values, torch.zeros_like(values), gamma=0.95, lam=0.95)
     adv = normalize_advantages(adv, invalid=column("invalid"), c_inv=0.1)
     torch.testing.assert_close(v, 10 * values)
-    for part, c in zip(adv.split([len(c.turns) for c in chunks]), chunks):
-        torch.testing.assert_close(c.adv, c.batch.spread(part))
-        assert c.critic[2].sum() == len(c.turns)  # only V before the response is trained
-    torch.testing.assert_close(torch.cat([c.critic[1][c.batch.seq, c.batch.start] for c in chunks]), y_v / 10)
+    for part, m in zip(adv.split([len(m.turns) for m in micros]), micros):
+        torch.testing.assert_close(m.adv, m.batch.spread(part))
+        assert m.value_mask.sum() == len(m.turns)  # only V before the response is trained
+    torch.testing.assert_close(torch.cat([m.value_target[m.batch.seq, m.batch.start] for m in micros]), y_v / 10)
 
 
 def test_without_a_learned_value_the_baseline_is_zero(tmp_path):
-    config, learner, _, chunks, (v, _, _) = judged(tmp_path, "--c_v", "0", "--c_q", "0", "--group", "1")
-    turns = [t for c in chunks for t in c.turns]
+    config, learner, _, micros, (v, _, _) = judged(tmp_path, "--c_v", "0", "--c_q", "0", "--group", "1")
+    turns = [t for m in micros for t in m.turns]
     expected = [sum((0.95 * 0.95) ** (o.turn - t.turn) * o.reward for o in turns if o.traj == t.traj and o.turn >= t.turn) - 0.1 * t.invalid for t in turns]
     mean = sum(expected) / len(expected)
     std = math.sqrt(sum((x - mean) ** 2 for x in expected) / len(expected))
-    found = [c.adv[c.batch.owner == n].unique().item() for c in chunks for n in range(len(c.turns))]
-    assert found == pytest.approx([(x - mean) / std for x in expected], abs=1e-4) and not v.any() and any(c.old[1].any() for c in chunks)
+    found = [m.adv[m.batch.owner == n].unique().item() for m in micros for n in range(len(m.turns))]
+    assert found == pytest.approx([(x - mean) / std for x in expected], abs=1e-4) and not v.any() and any(m.p_v_old.any() for m in micros)
 
 
 @pytest.mark.parametrize("norm", ["turn", "token"])
 def test_advantages_are_normalised_over_turns_or_tokens(tmp_path, norm):
-    config, learner, _, chunks, (v, _, _) = judged(tmp_path, "--norm", norm, "--group", "1")
-    turns = [t for c in chunks for t in c.turns]
+    config, learner, _, micros, (v, _, _) = judged(tmp_path, "--norm", norm, "--group", "1")
+    turns = [t for m in micros for t in m.turns]
     column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns], dtype=torch.float64)
     adv, _, _ = turn_targets(column("traj"), column("turn"), column("reward"), column("done"), v.double(), torch.zeros_like(v).double(), gamma=0.95, lam=0.95)
     adv = (adv - 0.1 * column("invalid")).tolist()
     counted = [a for a, t in zip(adv, turns) for _ in range(len(t.action_ids) if norm == "token" else 1)]
     mean = sum(counted) / len(counted)
     std = math.sqrt(sum((a - mean) ** 2 for a in counted) / len(counted))
-    found = [c.adv[c.batch.owner == n].unique().item() for c in chunks for n in range(len(c.turns))]
+    found = [m.adv[m.batch.owner == n].unique().item() for m in micros for n in range(len(m.turns))]
     assert found == pytest.approx([(a - mean) / std for a in adv], abs=1e-4)
 
 
@@ -2338,13 +2338,13 @@ def test_recomputed_activations_change_no_gradient(tmp_path):
 def test_the_samplers_own_statistics_are_those_of_the_pass(tmp_path):
     for context in ("window", "full"):
         config, lm, turns, batches = prepared(tmp_path, "--context", context)
-        chunks = [c for b in batches for c in b]
-        recomputed = [c.old for c in chunks]
-        assert 0 < train.evaluate_old(lm, chunks, "rollout") < 1e-4
-        for c, old in zip(chunks, recomputed):
-            for ours, theirs in zip(c.old, old):
+        micros = [m for b in batches for m in b]
+        recomputed = [(m.logp_old, m.p_v_old, m.p_q_old) for m in micros]
+        assert 0 < train.evaluate_old(lm, micros, "rollout") < 1e-4
+        for m, old in zip(micros, recomputed):
+            for ours, theirs in zip((m.logp_old, m.p_v_old, m.p_q_old), old):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-            assert (c.old[0][~c.batch.mask] == 0).all()
+            assert (m.logp_old[~m.batch.mask] == 0).all()
 
 
 def steps_of(optimizer, p, gradients):
@@ -2499,9 +2499,9 @@ def update_of_a_rank(rank, size, uneven, context, out):
         t.reward, t.invalid = 10.0 * (t.done and t.traj % 2), t.turn % 3 == 0
     batch, = train.mini_batches(turns, config, 0)
     train.evaluate_old(lm, batch)
-    for c in batch:  # off-policy, or nothing would be clipped
-        c.old = c.old[0] + 0.3 * c.batch.mask, c.old[1] + 0.1, c.old[2] - 0.1
-        c.logp_ref = c.old[0] - 0.1 * c.batch.mask
+    for m in batch:  # off-policy, or nothing would be clipped
+        m.logp_old, m.p_v_old, m.p_q_old = m.logp_old + 0.3 * m.batch.mask, m.p_v_old + 0.1, m.p_q_old - 0.1
+        m.logp_ref = m.logp_old - 0.1 * m.batch.mask
     train.set_targets(batch, config, lm.device)
     info = train.update(lm, NoStep(lm), batch, config)
     if rank == 0:

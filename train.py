@@ -272,12 +272,14 @@ def sum_gradients(model):
 
 
 @dataclass
-class Chunk:
+class MicroBatch:
     """What one forward pass takes: padded sequences, which turns they are, and what Eq. 12 needs beside the model."""
 
     batch: Batch
     turns: list
-    old: tuple = None  # logp (B, T), p_v (N,), p_q (N,) by the rollout policy
+    logp_old: torch.Tensor = None  # (B, T), by the rollout policy
+    p_v_old: torch.Tensor = None  # (N,), its readouts; with a separate critic, that critic's
+    p_q_old: torch.Tensor = None
     logp_ref: torch.Tensor = None
     entropy: torch.Tensor = None  # (B, T), of the rollout policy
     adv: torch.Tensor = None  # (B, T)
@@ -285,12 +287,14 @@ class Chunk:
     y_q: torch.Tensor = None
     score: torch.Tensor = None  # (N,), the episode's return, and what is charged for an invalid action: for methods without Eq. 6
     charge: torch.Tensor = None
-    critic: tuple = None  # of a separate critic: its old values, the targets, and which of them count, (B, T) each, over R_max
+    value: torch.Tensor = None  # (B, T), over R_max: of a separate critic its old values, the targets, and which of them count
+    value_target: torch.Tensor = None
+    value_mask: torch.Tensor = None
 
 
 def mini_batches(turns, config, iteration):
     """Shuffles all ranks' samples alike and cuts them into mini-batches of equal size, about config.mini_batch turns or less.
-    -> for each, this rank's chunks (perhaps none)."""
+    -> for each, this rank's micro-batches (perhaps none)."""
     samples, mine, n = make_samples(turns, config.context), {}, 0
     for ids, spans in samples:
         mine[turns[n].traj, turns[n].turn] = (ids, spans, turns[n:n + len(spans)])
@@ -303,7 +307,7 @@ def mini_batches(turns, config, iteration):
     for i in order:
         plan[min(parts - 1, filled * parts // max(1, total))].append(sizes[i][0])
         filled += sizes[i][1]
-    return [[Chunk(make_batch([s[:2] for s in group]), [t for s in group for t in s[2]])
+    return [[MicroBatch(make_batch([s[:2] for s in group]), [t for s in group for t in s[2]])
              for group in micro_batches([mine[k] for k in keys if k in mine], config.tokens_per_micro_batch)] for keys in plan if keys]
 
 
@@ -312,43 +316,45 @@ def column(values, device, dtype=torch.float32):
 
 
 @torch.no_grad()
-def evaluate_old(lm, chunks, old="recompute"):
+def evaluate_old(lm, micros, old="recompute"):
     """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs; with `old` "rollout" all three are the
-    sampler's own, and the pass is made for one chunk alone. -> mean distance between the log-probs of the sampler and of the pass."""
+    sampler's own, and the pass is made for one micro-batch alone. -> mean distance between the log-probs of the sampler and of the pass."""
     off = []
-    for n, c in enumerate(chunks):
-        c.batch = c.batch.to(lm.device)
-        sampled = torch.zeros(c.batch.ids.shape, device=lm.device)
-        sampled[c.batch.mask] = column((x for t in c.turns for x in t.logp), lm.device)
-        c.old = sampled, column((t.v for t in c.turns), lm.device) / lm.r_max, column((t.q for t in c.turns), lm.device) / lm.r_max
+    for n, m in enumerate(micros):
+        m.batch = m.batch.to(lm.device)
+        sampled = torch.zeros(m.batch.ids.shape, device=lm.device)
+        sampled[m.batch.mask] = column((x for t in m.turns for x in t.logp), lm.device)
+        m.logp_old, m.p_v_old, m.p_q_old = sampled, *(column((getattr(t, x) for t in m.turns), lm.device) / lm.r_max for x in "vq")
         if old == "recompute" or n == 0:
-            logp, c.entropy, p_v, p_q = lm.score(c.batch)  # SAPO: no second model is run
-            off.append((logp - sampled)[c.batch.mask].abs().mean())
-            c.old = (logp, p_v, p_q) if old == "recompute" else c.old
-    return float(np.mean(gather([x.item() for x in off]) or [0.0]))  # not sooner: every look waits for the GPU
+            logp, m.entropy, p_v, p_q = lm.score(m.batch)  # SAPO: no second model is run
+            off.append((logp - sampled)[m.batch.mask].abs())
+            if old == "recompute":
+                m.logp_old, m.p_v_old, m.p_q_old = logp, p_v, p_q
+    sums = gather([(x.sum().item(), len(x)) for x in off])  # not sooner: every look waits for the GPU
+    return sum(x for x, _ in sums) / max(1, sum(n for _, n in sums))
 
 
 @torch.no_grad()
-def evaluate_reference(reference, chunks):
-    for c in chunks:
-        c.logp_ref = reference.score(c.batch)[0]
+def evaluate_reference(reference, micros):
+    for m in micros:
+        m.logp_ref = reference.score(m.batch)[0]
 
 
-def set_targets(chunks, config, device):
+def set_targets(micros, config, device):
     """Algorithm 1, lines 4 and 5. Statistics are taken over all turns of the iteration. -> old V, Q and returns (N,), for the log."""
-    turns = [t for c in chunks for t in c.turns]
+    turns = [t for m in micros for t in m.turns]
     traj, turn = column((t.traj for t in turns), device, torch.long), column((t.turn for t in turns), device, torch.long)
     reward, done, invalid = (column((getattr(t, name) for t in turns), device) for name in ("reward", "done", "invalid"))
-    p_v, p_q = (torch.cat([c.old[i] for c in chunks]) if chunks else column((), device) for i in (1, 2))
+    p_v, p_q = (torch.cat([getattr(m, x) for m in micros]) if micros else column((), device) for x in ("p_v_old", "p_q_old"))
     if not config.c_v and config.critic == "shared":
         p_v = torch.zeros_like(p_v)  # a readout that nobody trains is no value
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
     often = column((len(t.action_ids) for t in turns), device) if config.norm == "token" else None
     adv = normalize_advantages(adv, invalid=invalid, c_inv=config.c_inv, valid=often, eps=config.eps_adv,
                                group=everyone())  # SAPO: one rollout per task, one mean for all
-    sizes = [len(c.turns) for c in chunks]
-    for c, adv_c, *y in zip(chunks, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
-        c.adv, (c.y_v, c.y_q) = c.batch.spread(adv_c), (x / config.r_max for x in y)
+    sizes = [len(m.turns) for m in micros]
+    for m, adv_c, *y in zip(micros, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
+        m.adv, (m.y_v, m.y_q) = m.batch.spread(adv_c), (x / config.r_max for x in y)
     return config.r_max * p_v, config.r_max * p_q, returns_of(turns, config, device)
 
 
@@ -363,9 +369,9 @@ def everyone():
     return dist.group.WORLD if world() > 1 else None
 
 
-def update(lm, optimizer, chunks, config):
+def update(lm, optimizer, micros, config):
     """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers; a non-finite step is not taken."""
-    counts = torch.tensor([sum(c.batch.mask.sum().item() for c in chunks), sum(len(c.turns) for c in chunks)], dtype=torch.float64,
+    counts = torch.tensor([sum(m.batch.mask.sum().item() for m in micros), sum(len(m.turns) for m in micros)], dtype=torch.float64,
                           device=lm.device)
     if world() > 1:
         dist.all_reduce(counts)
@@ -373,12 +379,11 @@ def update(lm, optimizer, chunks, config):
     optimizer.zero_grad(set_to_none=True)
     infos = []
     lm.model.train(config.checkpointing)  # transformers checkpoints activations in training mode alone
-    for c in chunks:
-        logp, entropy, p_v, p_q = lm.score(c.batch)
-        logp_old, p_v_old, p_q_old = c.old
+    for m in micros:
+        logp, entropy, p_v, p_q = lm.score(m.batch)
         loss, info = sapo_loss(
-            logp, entropy, p_v, p_q, logp_old=logp_old, logp_ref=c.logp_ref, adv=c.adv, mask=c.batch.mask,
-            p_v_old=p_v_old, p_q_old=p_q_old, y_v=c.y_v, y_q=c.y_q, clip=config.clip, clip_v=config.clip_v,
+            logp, entropy, p_v, p_q, logp_old=m.logp_old, logp_ref=m.logp_ref, adv=m.adv, mask=m.batch.mask,
+            p_v_old=m.p_v_old, p_q_old=m.p_q_old, y_v=m.y_v, y_q=m.y_q, clip=config.clip, clip_v=config.clip_v,
             clip_q=config.clip_q, c_v=config.c_v, c_q=config.c_q, beta=config.beta, c_h=config.c_h, tokens=tokens, turns=turns)
         loss.backward()
         infos.append(info)
@@ -398,61 +403,61 @@ def update(lm, optimizer, chunks, config):
 # ------------------------------------------------------------------------------------------ what SAPO is compared with
 
 
-def set_targets_by_critic(chunks, config, device):
+def set_targets_by_critic(micros, config, device):
     """SAPO's turn-level targets with V from a separate critic, and no Q: what the shared backbone is compared with."""
-    for c in chunks:
-        at = c.batch.seq, c.batch.start  # the critic's value before a turn's first token
-        c.old = c.old[0], c.critic[0][at], torch.zeros_like(c.old[2])
-    out = set_targets(chunks, config, device)
-    for c in chunks:
-        at, zeros = (c.batch.seq, c.batch.start), torch.zeros_like(c.critic[0])
-        c.critic = c.critic[0], zeros.index_put(at, c.y_v), zeros.bool().index_put(at, torch.ones_like(c.y_v, dtype=torch.bool))
+    for m in micros:
+        m.p_v_old = m.value[m.batch.seq, m.batch.start]  # the critic's value before a turn's first token
+        m.p_q_old = torch.zeros_like(m.p_q_old)
+    out = set_targets(micros, config, device)
+    for m in micros:
+        at, zeros = (m.batch.seq, m.batch.start), torch.zeros_like(m.value)
+        m.value_target, m.value_mask = zeros.index_put(at, m.y_v), zeros.bool().index_put(at, torch.ones_like(m.y_v, dtype=torch.bool))
     return out
 
 
-def set_token_targets(chunks, config, device):
+def set_token_targets(micros, config, device):
     """PPO as the framework has it: a turn is paid the episode's return, less its charge, on its last token; GAE over its tokens with gamma =
     lambda = 1, so that a token's advantage is that return less its value; advantages whitened over all tokens."""
-    set_scores(chunks, config, device)
+    set_scores(micros, config, device)
     v = []
-    for c in chunks:
-        values, mask, lengths = c.critic[0], c.batch.mask, [len(t.action_ids) for t in c.turns]
-        table = pad_sequence(values[mask].split(lengths), batch_first=True)  # a row for each turn, (N, T)
+    for m in micros:
+        mask, lengths = m.batch.mask, [len(t.action_ids) for t in m.turns]
+        table = pad_sequence(m.value[mask].split(lengths), batch_first=True)  # a row for each turn, (N, T)
         on = torch.arange(table.shape[1], device=device) < column(lengths, device)[:, None]
-        adv, target = token_gae(table, on, (c.score - c.charge).float() / config.r_max)
-        c.adv, target = (torch.zeros_like(values).masked_scatter(mask, x[on]) for x in (adv, target))
-        c.critic = values, target, mask
-        v.append(config.r_max * values[c.batch.seq, c.batch.start])
-    parts = [c.adv[c.batch.mask] for c in chunks]
+        adv, target = token_gae(table, on, (m.score - m.charge).float() / config.r_max)
+        m.adv, m.value_target = (torch.zeros_like(m.value).masked_scatter(mask, x[on]) for x in (adv, target))
+        m.value_mask = mask
+        v.append(config.r_max * m.value[m.batch.seq, m.batch.start])
+    parts = [m.adv[m.batch.mask] for m in micros]
     flat = normalize_advantages(torch.cat(parts) if parts else torch.zeros(0, device=device), eps=config.eps_adv, group=everyone())
-    for c, part in zip(chunks, flat.split([len(p) for p in parts])):
-        c.adv[c.batch.mask] = part
+    for m, part in zip(micros, flat.split([len(p) for p in parts])):
+        m.adv[m.batch.mask] = part
     v = torch.cat(v) if v else flat
-    returns = torch.cat([c.score for c in chunks]).float() if chunks else flat  # what the critic is to predict
+    returns = torch.cat([m.score for m in micros]).float() if micros else flat  # what the critic is to predict
     return v, torch.zeros_like(v), returns
 
 
-def set_scores(chunks, config, device):
+def set_scores(micros, config, device):
     """For a method without Eq. 10 and 11: no targets, and on each turn the episode's return and the charge."""
     total = Counter()
-    for t in (t for c in chunks for t in c.turns):
+    for t in (t for m in micros for t in m.turns):
         total[t.traj] += t.reward
-    for c in chunks:
-        c.y_v = c.y_q = torch.zeros(len(c.turns), device=device)
-        c.score = column((total[t.traj] for t in c.turns), device, torch.float64)
-        c.charge = config.c_inv * column((t.invalid for t in c.turns), device)
+    for m in micros:
+        m.y_v = m.y_q = torch.zeros(len(m.turns), device=device)
+        m.score = column((total[t.traj] for t in m.turns), device, torch.float64)
+        m.charge = config.c_inv * column((t.invalid for t in m.turns), device)
 
 
-def set_group_targets(chunks, config, device):
+def set_group_targets(micros, config, device):
     """GRPO, RLOO, GiGPO, EMPG: every trajectory beside the others of its task, whichever rank played them."""
-    set_scores(chunks, config, device)
+    set_scores(micros, config, device)
     mine = []
-    for c in chunks:
-        h = torch.zeros(len(c.turns), device=device)
+    for m in micros:
+        h = torch.zeros(len(m.turns), device=device)
         if config.algo == "empg":  # a turn's entropy is the mean over its tokens
-            h = h.index_add(0, c.batch.owner[c.batch.mask], c.entropy[c.batch.mask]) / (c.batch.end - c.batch.start)
-        state = envs.keys_of([t.seen for t in c.turns]).view(np.int64).tolist()  # the same number for the same observation
-        mine += [(t.traj, t.turn, *rest) for t, *rest in zip(c.turns, state, [t.reward for t in c.turns], c.score.tolist(), h.tolist())]
+            h = h.index_add(0, m.batch.owner[m.batch.mask], m.entropy[m.batch.mask]) / (m.batch.end - m.batch.start)
+        state = envs.keys_of([t.seen for t in m.turns]).view(np.int64).tolist()  # the same number for the same observation
+        mine += [(t.traj, t.turn, *rest) for t, *rest in zip(m.turns, state, [t.reward for t in m.turns], m.score.tolist(), h.tolist())]
     first, rows = sum(gather([len(mine)])[:rank()]), gather(mine)
     columns = list(zip(*rows))
     traj, turn, state = (torch.tensor(x) for x in columns[:3])
@@ -467,23 +472,23 @@ def set_group_targets(chunks, config, device):
     if config.algo == "empg":
         adv = empg_advantages(adv, traj, turn, entropy)
     adv = adv[first:first + len(mine)].float().to(device)
-    for c, part in zip(chunks, adv.split([len(c.turns) for c in chunks])):
-        c.adv = c.batch.spread(part - c.charge)
-    returns = returns_of([t for c in chunks for t in c.turns], config, device)
+    for m, part in zip(micros, adv.split([len(m.turns) for m in micros])):
+        m.adv = m.batch.spread(part - m.charge)
+    returns = returns_of([t for m in micros for t in m.turns], config, device)
     return torch.zeros_like(returns), torch.zeros_like(returns), returns
 
 
-def update_critic(critic, optimizer, chunks, config):
+def update_critic(critic, optimizer, micros, config):
     """One step of the separate critic on a mini-batch, beside `update`. -> its numbers."""
-    count = torch.tensor([float(sum(c.critic[2].sum().item() for c in chunks))], device=critic.head.weight.device)
+    count = torch.tensor([float(sum(m.value_mask.sum().item() for m in micros))], device=critic.head.weight.device)
     if world() > 1:
         dist.all_reduce(count)
     optimizer.zero_grad(set_to_none=True)
     critic_loss = torch.zeros_like(count)
     critic.train(config.checkpointing)
-    for c in chunks:
-        old, target, counts = c.critic
-        loss, _ = value_loss(critic(c.batch)[counts], old[counts], target[counts], clip=config.clip_v, denom=count.clamp(min=1))
+    for m in micros:
+        now, old, target = (x[m.value_mask] for x in (critic(m.batch), m.value, m.value_target))
+        loss, _ = value_loss(now, old, target, clip=config.clip_v, denom=count.clamp(min=1))
         loss.sum().backward()
         critic_loss += loss.detach()
     critic.eval()
@@ -582,43 +587,43 @@ class Learner:
     critic: Critic = None
     critic_optimizer: object = None
 
-    def judge(self, chunks, config, clock):
+    def judge(self, micros, config, clock):
         """Algorithm 1, lines 3 to 5. -> old V, Q and returns (N,), and how far the sampler's log-probs were from the pass's."""
-        sampler_off = evaluate_old(self.lm, chunks, config.old)  # line 3
+        sampler_off = evaluate_old(self.lm, micros, config.old)  # line 3
         clock.lap("old")
         if self.reference:
-            evaluate_reference(self.reference, chunks)
+            evaluate_reference(self.reference, micros)
         clock.lap("ref")
         if self.critic:
-            self.evaluate_critic(chunks)
+            self.evaluate_critic(micros)
             clock.lap("values")
         if config.algo == "sapo":
             set_them = set_targets_by_critic if self.critic else set_targets
         else:
             set_them = set_token_targets if config.algo == "ppo" else set_group_targets
-        return set_them(chunks, config, self.lm.device), sampler_off  # lines 4 and 5
+        return set_them(micros, config, self.lm.device), sampler_off  # lines 4 and 5
 
     @torch.no_grad()
-    def evaluate_critic(self, chunks):
-        for c in chunks:
-            c.critic = self.critic(c.batch), None, None
+    def evaluate_critic(self, micros):
+        for m in micros:
+            m.value = self.critic(m.batch)
 
     def learn(self, batches, config, clock, iteration=0, step=0, failed=0):
         """Lines 6 and 7: a step on each mini-batch, `step` and `failed` counted on from before. -> the steps' numbers, and how many have failed
         in a row by now: at five it stops."""
         steps = []
-        for chunks in batches * config.epochs:
+        for micros in batches * config.epochs:
             set_lr(self.optimizer, config.lr, config, iteration, step + len(steps))
-            steps.append(update(self.lm, self.optimizer, chunks, config))
+            steps.append(update(self.lm, self.optimizer, micros, config))
             failed = (failed + 1) * steps[-1]["skipped"]
             if failed == 5:
                 break
         self.optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
         clock.lap("update")
         if self.critic:
-            for n, (info, chunks) in enumerate(zip(steps, batches * config.epochs)):
+            for n, (info, micros) in enumerate(zip(steps, batches * config.epochs)):
                 set_lr(self.critic_optimizer, config.critic_lr, config, iteration, step + n)
-                info |= update_critic(self.critic, self.critic_optimizer, chunks, config)
+                info |= update_critic(self.critic, self.critic_optimizer, micros, config)
             self.critic_optimizer.zero_grad(set_to_none=True)
             clock.lap("critic")
         return steps, failed
@@ -648,8 +653,8 @@ def train(lm, pool, config, log):
         clock.lap("rollout")
         pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
         batches = mini_batches(turns, config, iteration)
-        chunks = [c for chunk_list in batches for c in chunk_list]
-        values, sampler_off = learner.judge(chunks, config, clock)  # lines 3 to 5
+        micros = [m for mini in batches for m in mini]
+        values, sampler_off = learner.judge(micros, config, clock)  # lines 3 to 5
         with uninterrupted() as asked:  # or a checkpoint would be neither of this iteration nor of the next
             steps, failed = learner.learn(batches, config, clock, iteration, step, failed)  # lines 6 and 7
             step += len(steps)
@@ -1243,10 +1248,10 @@ def bench(argv):
         turns = replay(sampler, config, size.turns, size.prompt, size.response)
         began.lap("rollout")
         for algo in sorted(algos, reverse=n % 2 == 1):  # now one first, now the other
-            chunks, off, lap = one_iteration(*algos[algo], turns, n, Clock(pool))
+            micros, off, lap = one_iteration(*algos[algo], turns, n, Clock(pool))
             laps[algo].append(began.laps | lap)
             sampler_off.append(off)
-    count = lambda f: sum(int(f(c.batch)) for c in chunks)
+    count = lambda f: sum(int(f(m.batch)) for m in micros)
     real, scored, processed = count(lambda b: b.length.sum()), count(lambda b: b.mask.sum()), count(lambda b: b.ids.numel())
     squares = count(lambda b: (b.length ** 2).sum())
     print(f"{config.model}, {config.dtype}, {config.context}: {config.tasks} trajectories of {size.turns} turns, {real} tokens of which {scored} sampled; "
@@ -1277,12 +1282,12 @@ PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 
 
 
 def one_iteration(learner, config, turns, n, clock):
-    """Lines 3 to 7 on given turns. -> (their chunks, how far the sampler's log-probs were from the pass's, seconds by phase)."""
+    """Lines 3 to 7 on given turns. -> (their micro-batches, how far the sampler's log-probs were from the pass's, seconds by phase)."""
     batches = mini_batches(turns, config, n)
-    chunks = [c for b in batches for c in b]
-    _, sampler_off = learner.judge(chunks, config, clock)
+    micros = [m for b in batches for m in b]
+    _, sampler_off = learner.judge(micros, config, clock)
     learner.learn(batches, config, clock)
-    return chunks, sampler_off, clock.laps
+    return micros, sampler_off, clock.laps
 
 
 def compare_updates(lm, turns, config):
