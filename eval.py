@@ -8,7 +8,8 @@
     python eval.py --table runs/*                                        the paper's table: mean and deviation over seeds, as Markdown
 
 Every game of the split is played exactly once (--repeats: so many times), in sorted order; success, and in the shop the score, are
-printed in the paper's columns with n and a 95 % interval (Wilson's for success). Writes OUT (a JSON report) and beside it one line per episode (.jsonl).
+printed in the paper's columns with n and a 95 % interval (Wilson's; repeats of a game count for what they add). Writes OUT (a JSON report) and beside it a line per
+episode (.jsonl); of a prompted model a line per attempt, as it ends.
 
 Departure from the paper: it draws its test games with replacement (128 draws hold about 84 of valid_seen's 140 games).
 """
@@ -26,6 +27,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 import envs
@@ -66,11 +68,22 @@ def wilson(k, n):
     return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
 
+def independent(rows):
+    """How many independent episodes say as much as these, of which some are of the same game."""
+    games = {}
+    for r in rows:
+        games.setdefault(r["task"], []).append(r["won"])
+    shares, p = [np.mean(won) for won in games.values()], np.mean([r["won"] for r in rows] or [0])
+    if len(games) in (0, 1, len(rows)) or not 0 < p < 1:
+        return len(games)
+    return min(len(rows), p * (1 - p) * len(games) / max(np.var(shares, ddof=1), 1e-9))
+
+
 def report(records):
     """Success with n and interval, the mean score with the half of its 95 % interval, and success by category."""
     def share(rows):
-        won = sum(r["won"] for r in rows)
-        return {"success": won / max(1, len(rows)), "n": len(rows), "interval": [round(x, 4) for x in wilson(won, len(rows))]}
+        p, n = sum(r["won"] for r in rows) / max(1, len(rows)), independent(rows)
+        return {"success": p, "n": len(rows), "interval": [round(x, 4) for x in wilson(p * n, n)]}
 
     columns = [*envs.CATEGORIES.values(), *envs.SHELVES.values()]
     columns += sorted({r["category"] for r in records} - {*columns})
@@ -383,6 +396,13 @@ PANELS = {"success": "success of the rollouts", "v_explained_variance": "explain
           "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
 
 
+def learned(config, key):
+    """Whether a run has the value that a panel is about."""
+    if config.get("critic", "shared") != "shared":
+        return key[0] == "v" and config["critic"] == "separate" or "variance" not in key
+    return config["c_q"] if key[:2] == "q_" else config["c_v"] if key[:2] == "v_" else True
+
+
 def plot(folders, path):
     """Runs that differ in nothing but their seed share a colour."""
     plt, groups = pyplot(), by_setting(folders, read_run)
@@ -391,6 +411,10 @@ def plot(folders, path):
     for n, runs in enumerate(groups):
         label = names[n] + (f", {len(runs)} seeds" if len(runs) > 1 else "")
         for ax, (key, title) in zip(axes, PANELS.items()):
+            ax.set(title=title, xlabel="iteration")
+            ax.grid(True, alpha=0.3)
+            if not learned(runs[0][0], key):
+                continue
             curves = [[line[key] for line in lines] for _, lines in runs]
             for curve in curves:
                 ax.plot(range(1, len(curve) + 1), curve, color=f"C{n}", linewidth=0.8, alpha=0.4 if len(runs) > 1 else 1)
@@ -399,8 +423,6 @@ def plot(folders, path):
                 ax.plot(range(1, shortest + 1), np.mean([c[:shortest] for c in curves], 0), color=f"C{n}", linewidth=2.4, label=label)
             else:
                 ax.lines[-1].set_label(label)
-            ax.set(title=title, xlabel="iteration")
-            ax.grid(alpha=0.3)
     places = {f"{c['model']} on {c['env']}" for (c, _), *_ in groups}
     if len(places) == 1:
         fig.suptitle(*places)
@@ -431,7 +453,7 @@ def main():
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in training; react: all thoughts and turns so far; reflexion: up to "
         f"{TRIALS} attempts with lessons in between")
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server (https://api.openai.com/v1) that serves --model; its key in OPENAI_API_KEY")
-    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("rows", int, "games decoded side by side"),
+    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("dtype", str, "float32 or bfloat16"), ("rows", int, "games decoded side by side"),
                              ("horizon", int, "turns an episode may take"),
                              ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
                              ("max_prompt", int, "tokens a window prompt may take"), ("max_context", int, "tokens a conversation may take"),
@@ -468,7 +490,7 @@ def evaluate(args):
     out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")
     out = out if out.endswith(".json") else os.path.join(out, "eval.json")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    sampler = None if args.endpoint else Sampler(load(weights, words=envs.words()), setting["engine"], setting["context"], setting["max_new"], args.temperature)
+    sampler = None if args.endpoint else Sampler(load(weights, words=envs.words(), dtype=getattr(torch, setting["dtype"])), setting["engine"], setting["context"], setting["max_new"], args.temperature)
     workers = setting.get("workers")
     pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
     lines = os.path.splitext(out)[0] + ".jsonl"
@@ -485,8 +507,9 @@ def evaluate(args):
                                 "temperature": args.temperature, "repeats": args.repeats}
     with open(out, "w") as file:
         json.dump(result, file, indent=1)
-    with open(lines, "w") as file:
-        file.writelines(json.dumps(r) + "\n" for r in records)
+    if args.prompt == "plain" and not args.endpoint:
+        with open(lines, "w") as file:
+            file.writelines(json.dumps(r) + "\n" for r in records)
     print(table({f"{os.path.basename(args.model.rstrip('/'))}, {', '.join(kinds)}, T = {args.temperature:g}": result}, envs.known(env)))
     outgrown = sum(r["outgrown"] for r in records)
     if outgrown:
@@ -498,7 +521,7 @@ def setting_of(args):
     """The flags over the settings of the run that --model names -> (settings, the environment's options, where the weights are, whether it is a run)."""
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
-    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512}
+    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
     weights = next((p for p in (os.path.join(args.model, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), args.model)
     is_run = not args.endpoint and weights != args.model and os.path.isfile(os.path.join(args.model, "config.json"))
     if is_run:
@@ -510,6 +533,8 @@ def setting_of(args):
     for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
         if setting[name] < least:
             raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
+    if setting["dtype"] not in ("float32", "bfloat16"):
+        raise ValueError(f"unknown --dtype {setting['dtype']!r}; known: float32, bfloat16")
     if args.prompt != "plain" or args.endpoint:
         setting["context"] = "window"
     return setting, envs.options_for(setting["env"], setting), weights if is_run else args.model, is_run

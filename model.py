@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # --------------------------------------------------------------------------------------- readouts (copy these alone)
 
@@ -102,6 +103,34 @@ def micro_batches(samples, budget):
     return groups
 
 
+# transformers makes no mask for a name of our own. Compiled, it would make one for "sdpa" even where none is needed, and a mask costs
+# flash attention.
+AttentionInterface.register("causal", sdpa_attention_forward)
+
+
+@contextlib.contextmanager
+def attention(model, name):
+    """Within it, the model attends by another of transformers' registered functions."""
+    before, model.config._attn_implementation = model.config._attn_implementation, name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def compiled_body(body):
+    """The body of a model, compiled for batches of every shape. ValueError where a layer looks at less than all that came before."""
+    if set(getattr(body.config, "layer_types", None) or ()) - {"full_attention"}:
+        raise ValueError(f"--compile needs plain full attention; {type(body).__name__} has other layers")
+    run = torch.compile(body, dynamic=True)
+
+    def forward(**inputs):
+        with attention(body, "causal"):
+            return run(**inputs)
+
+    return forward
+
+
 @dataclass
 class ActorCritic:
     """A causal LM and how it is read. value_ids = (w+, w-); stop_ids end a response; tau_v as in Eq. 1, r_max as in Eq. 2."""
@@ -125,7 +154,7 @@ class ActorCritic:
 
     @functools.cached_property
     def scoring_body(self):
-        return torch.compile(self.model.base_model, dynamic=True) if self.compile else self.model.base_model
+        return compiled_body(self.model.base_model) if self.compile else self.model.base_model
 
     @property
     def sizes(self):
@@ -197,13 +226,13 @@ class ActorCritic:
 
 
 class Critic(torch.nn.Module):
-    """The separate critic of the PPO baseline: a copy of the policy's body under a linear head, in float32, that starts at 0. SAPO needs none."""
+    """The separate critic of the PPO baseline: a copy of the policy's body under a linear head in float32 that starts at 0. SAPO needs none."""
 
     def __init__(self, lm):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        self.__dict__["run"] = torch.compile(self.body, dynamic=True) if lm.compile else self.body  # not a second entry in the state
+        self.__dict__["run"] = compiled_body(self.body) if lm.compile else self.body  # not a second entry in the state
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
@@ -274,11 +303,11 @@ def reserve_value_ids(tokenizer, rows, taken):
     return free[1][0], free[0][0]
 
 
-def named_value_ids(tokenizer, names, taken):
+def named_value_ids(tokenizer, names, taken, rows):
     ids = tuple(tokenizer.get_vocab().get(n, int(n) if n.isdigit() else -1) for n in names)
     for name, i in zip(names, ids):
-        if i < 0:
-            raise ValueError(f"--value_tokens: the tokenizer has no token {name!r}")
+        if not 0 <= i < rows:  # a number names a row of the head
+            raise ValueError(f"--value_tokens: the tokenizer has no token {name!r}" + (f", the head no such row: it has {rows}" if name.isdigit() else ""))
         if i in taken or name in tokenizer.chat_template:
             raise ValueError(f"--value_tokens: {name!r} is a stop token or part of the chat template")
     if len(set(ids)) != 2:
@@ -354,11 +383,17 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
     stops = {*(defaults if isinstance(defaults, list) else [defaults]), tokenizer.eos_token_id}
     stops |= {end_of_turn} if end_of_turn in tokenizer.added_tokens_decoder else set()
     stops = tuple(sorted(stops - {None}))
+    rows = len(model.get_output_embeddings().weight)
     if value_tokens:
-        value_ids = named_value_ids(tokenizer, value_tokens, stops)
+        value_ids = named_value_ids(tokenizer, value_tokens, stops, rows)
     else:
-        value_ids = saved.get("value_ids") or reserve_value_ids(tokenizer, model.get_output_embeddings().weight.shape[0], stops)
-    lm = ActorCritic(model.to(device=device, dtype=dtype).eval(), tokenizer, chat, tuple(value_ids), stops,
+        value_ids = saved.get("value_ids") or reserve_value_ids(tokenizer, rows, stops)
+    model = model.to(device).eval()
+    for p in model.parameters():  # and no buffer: RoPE's frequencies would be rounded as well
+        p.data = p.data.to(dtype)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and nearly every micro-batch has its own
+    lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stops,
                      tau_v or saved.get("tau_v", 1.0), r_max or saved.get("r_max", 10.0))
     check_head(lm)
     return lm

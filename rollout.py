@@ -1,7 +1,7 @@
 """Playing the tasks: one trajectory per task, many of them side by side.
 
     rollout   task -> turns: prompt, sample a response, act, until every game is over
-    Sampler   prompts -> responses, by one of two engines that agree token for token
+    Sampler   prompts -> responses, by one of two engines that agree up to rounding
                 kv   the handwritten loop over K/V tensors of our own: prefill, then one token at a time; a row that has finished makes
                      room at once, so nobody waits for the longest response
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
@@ -19,7 +19,6 @@ Departures from the paper: none. Symbols: R rows, T tokens, S longest sequence, 
     python rollout.py [--model NAME] [--rows 16]       races the two samplers
 """
 import argparse
-import contextlib
 import sys
 import time
 from collections import deque
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import envs
-from model import load, micro_batches, restricted_log_softmax
+from model import attention, load, micro_batches, restricted_log_softmax
 
 # ---------------------------------------------------------------------------------------------------------- sampling
 
@@ -88,15 +87,6 @@ def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
 
 
 AttentionInterface.register("folded", attend)
-
-
-@contextlib.contextmanager
-def folded_attention(model):
-    before, model.config._attn_implementation = model.config._attn_implementation, "folded"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 class KVCache:
@@ -206,11 +196,12 @@ class Recorder(LogitsProcessor):
 class OneStepLate(StoppingCriteria):
     """Ends a row one step after its stop token: Q is read by the step that follows it."""
 
-    def __init__(self, stop_ids, prompt_length):
-        self.stop_ids, self.n = stop_ids, prompt_length
+    def __init__(self, lm, prompt_length):
+        self.ends, self.n = torch.zeros(len(lm.model.get_output_embeddings().weight), dtype=torch.bool, device=lm.device), prompt_length
+        self.ends[list(lm.stop_ids)] = True
 
     def __call__(self, input_ids, scores, **kwargs):
-        return torch.isin(input_ids[:, self.n:-1], torch.tensor(self.stop_ids, device=input_ids.device)).any(1)
+        return self.ends[input_ids[:, self.n:-1]].any(1)
 
 
 class Sampler:
@@ -285,7 +276,7 @@ class Sampler:
         try:
             done = lm.model.generate(
                 ids, attention_mask=seen, max_new_tokens=self.max_new + 1, do_sample=False, pad_token_id=lm.stop_ids[0],
-                logits_processor=LogitsProcessorList([recorder]), stopping_criteria=StoppingCriteriaList([OneStepLate(lm.stop_ids, n)]))
+                logits_processor=LogitsProcessorList([recorder]), stopping_criteria=StoppingCriteriaList([OneStepLate(lm, n)]))
         finally:
             hook.remove()
             lm.model.generation_config = own
@@ -316,7 +307,7 @@ class Sampler:
                 theirs = lm.model.base_model(input_ids=ids, use_cache=True)
                 self.rows = Rows(KVCache([(x.keys, x.values) for x in theirs.past_key_values.layers]), theirs.last_hidden_state, self.max_new)
                 self.rows.grow(1, 4)
-                with folded_attention(lm.model):
+                with attention(lm.model, "folded"):
                     row = at[0, :1]  # one token alone, two after it, one more by the way of decoding
                     ours = [self.forward(ids[:, a:b], at[:, a:b], row, read, b) for a, b, read in ((0, 1, None), (1, 3, row), (3, 4, 1))]
         except torch.OutOfMemoryError:
@@ -343,7 +334,7 @@ class Sampler:
 
     def kv(self, steps):
         """Encodes what was added, then decodes until a row has ended, for `steps` steps at most (rounded up to `every`)."""
-        with folded_attention(self.lm.model):
+        with attention(self.lm.model, "folded"):
             self.prefill()
             for n in range(1, -(-steps // self.every) * self.every + 1):
                 self.step()
@@ -371,7 +362,7 @@ class Sampler:
         rows.u[index] = torch.as_tensor(np.stack([u for _, _, u in added]), dtype=torch.float32, device=device)
         rows.at[index], rows.count[index], rows.going[index] = torch.tensor([len(s) for _, s, _ in added], device=device), 0, True
         for chunk in micro_batches(new, self.budget):
-            width, span = len(chunk[-1][0]), max(start + len(ids) for ids, _, start in chunk)
+            width, span = len(chunk[-1][0]), self.bucket(1, max(start + len(ids) for ids, _, start in chunk))[1]  # SDPA copies a mask of odd width
             pad = lambda x, value: list(x) + [value] * (width - len(x))
             ids, at = torch.tensor([[pad(ids, 0), pad(range(start, start + len(ids)), rows.cache.length)] for ids, _, start in chunk],
                                    device=device).unbind(1)  # (R, T)
@@ -406,7 +397,7 @@ class Sampler:
         """One token for every open row."""
         rows = self.rows
         n, span = self.bucket(self.open, min(max(rows.length[:self.open]) + 1, rows.cache.length))
-        self.replay(n, span) if self.gpu else self.decode_one_token(n, span)
+        self.by_graph(n, span) if self.gpu else self.decode_one_token(n, span)
         rows.length[:self.open] = [length + 1 for length in rows.length[:self.open]]
         self.tokens_decoded += n
         self.steps += 1
@@ -429,7 +420,7 @@ class Sampler:
         rows.q[:n] = torch.where(ended, lm.readout(hidden), rows.q[:n])  # SAPO: Q costs two dot products
         going &= ~ended
 
-    def replay(self, n, span):
+    def by_graph(self, n, span):
         """The same as a CUDA graph, one per bucket of rows and length. A bucket's first step is run, not replayed: a capture wants
         a warm-up."""
         if (n, span) in self.graphs:
@@ -455,7 +446,7 @@ class Sampler:
             rows.length[i] = at[k]
             if self.context == "window":
                 rows.names[i] = None
-        self.settle([i for i in range(self.open) if i not in set(ended)])
+        self.settle([i for i in range(self.open) if i not in ended])
         return out
 
 

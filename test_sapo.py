@@ -43,6 +43,23 @@ from sapo import kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_tar
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture
+def gpu():
+    if not GPU:
+        pytest.skip("needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """On a machine with a GPU as well, in this process and in others; but for the tests that ask for `gpu`."""
+    if "gpu" not in request.fixturenames:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 # Processes beside this one are forked from a server that has imported everything already.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["test_sapo"])
@@ -1729,10 +1746,9 @@ def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
         same_tokens_and_values(one, turns)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("context", ["window", "full"])
 @pytest.mark.parametrize("compile", [False, True])
-def test_captured_graphs_sample_the_same_tokens(context, compile):
+def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     lm = random_model("qwen2", 1)
     on_cpu = play(lm, "kv", context, 1.0)[0]
     lm = dataclasses.replace(lm, model=lm.model.cuda())
@@ -1740,6 +1756,21 @@ def test_captured_graphs_sample_the_same_tokens(context, compile):
     assert sampler.graphs
     same_tokens_and_values(on_cpu, turns)
     same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_captured_graphs_in_16_bits_sample_what_scoring_finds(gpu, context):
+    lm = random_model("qwen2", 1)
+    lm = dataclasses.replace(lm, model=lm.model.cuda().bfloat16())
+    turns, sampler = play(lm, "kv", context, 1.0)
+    assert sampler.graphs
+    batch = make_batch(make_samples(turns, context)).to(lm.device)
+    with torch.no_grad():
+        logp, _, p_v, p_q = lm.score(batch)
+    sampled = torch.tensor([x for t in turns for x in t.logp], device=lm.device)
+    assert (logp[batch.mask] - sampled).abs().max() < 0.1
+    found = torch.tensor([(t.v, t.q) for t in turns], device=lm.device)
+    torch.testing.assert_close(found, lm.r_max * torch.stack([p_v, p_q], 1), atol=0.05, rtol=0)
 
 
 def test_the_least_time_is_counted_by_hand():
@@ -1856,6 +1887,9 @@ def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
     again = load(str(tmp_path))
     assert again.value_ids == lm.value_ids and again.stop_ids == lm.stop_ids and again.chat.first(text) == lm.chat.first(text)
     torch.testing.assert_close(again.model.lm_head.weight, lm.model.lm_head.weight)
+    sixteen = load("tiny", words=envs.words(), dtype=torch.bfloat16).model
+    assert {p.dtype for p in sixteen.parameters()} == {torch.bfloat16}
+    assert torch.equal(sixteen.model.rotary_emb.inv_freq, lm.model.model.rotary_emb.inv_freq)  # RoPE's frequencies keep all their digits
     one = load("tiny", seed=1, words=envs.words())
     assert not torch.equal(one.model.lm_head.weight, lm.model.lm_head.weight)
     assert readout_at_start(lm, [lm.chat.first("hello")]) == (0.0, 0.0, 0.0)
@@ -2574,6 +2608,8 @@ def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     run_main(train, monkeypatch, "--resume", "--out", tmp_path / "run", "--iterations", 2, "--rows", 2)
     lines = [json.loads(line)["iteration"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [0, 1] and json.loads((tmp_path / "run" / "config.json").read_text())["lr"] == 1e-4
+    with pytest.raises(SystemExit, match="there is no run in"):
+        run_main(train, monkeypatch, "--resume", "--out", tmp_path / "nwe")
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--out", tmp_path / "new", "--resume")  # nothing there: from the beginning
     assert (tmp_path / "new" / "final").is_dir()
 
@@ -2589,7 +2625,8 @@ def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypat
     (["--env", "hose"], "known: house, alfworld"), (["--tasks", "0"], "--tasks must be at least 1"), (["--horizon", "0"], "--horizon must be at least 1"),
     (["--model", "no-such-model"], "begins with none of"), (["--model", "nobody/nothing"], "cannot load model"), (["--engine", "vllm"], "known: kv, hf"), (["--context", "half"], "known: window, full"),
     (["--env", "alfworld", "--data", "nowhere"], "alfworld-download"), (["--places", "2"], "places must be at least 5"),
-    (["--max_new", "20000", "--warmup", "0"], "longer context"), (["--value_tokens", "a b c", "d"], "no token"), (["--lr", "nan"], "--lr must be")])
+    (["--max_new", "20000", "--warmup", "0"], "longer context"), (["--value_tokens", "a b c", "d"], "no token"), (["--value_tokens", "77", "99999"], "no such row"),
+    (["--algo", "grpo", "--c_v", "0.3"], "there are none"), (["--lr", "nan"], "--lr must be")])
 def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, argv, complaint):
     with pytest.raises(SystemExit) as stop:
         run_main(train, monkeypatch, "--out", tmp_path / "run", *argv)
@@ -2611,12 +2648,17 @@ def test_unknown_flags_and_splits_are_refused(tmp_path, monkeypatch, capsys):
 def test_intervals_and_tables():
     assert evaluation.wilson(0, 0) == (0.0, 1.0) and evaluation.wilson(10, 10)[1] == 1.0 and evaluation.wilson(10, 10)[0] == pytest.approx(0.7225, abs=1e-3)
     assert evaluation.wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-3)
-    rows = [{"category": c, "won": i % 2 == 0, "score": i / 2, "turns": 3} for i, c in enumerate(["Pick", "Pick", "Look"])]
+    rows = [{"task": str(i), "category": c, "won": i % 2 == 0, "score": i / 2, "turns": 3} for i, c in enumerate(["Pick", "Pick", "Look"])]
     report = evaluation.report(rows)
     assert report["score"] == 0.5 and report["score_half"] == pytest.approx(1.96 * (1 / 6) ** 0.5 / 3 ** 0.5)
     assert "50.0 ± 46.2    66.7" in evaluation.table({"x": report}, envs.WebShop) and "Pick2" in evaluation.table({"x": report}, envs.House)
     assert report["success"] == pytest.approx(2 / 3) and report["by_category"]["Pick"]["success"] == 0.5 and "Cool" not in report["by_category"]
     assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6] and evaluation.spaced([1, 2], 0) == [1, 2]
+    rows = lambda wins: [{"task": str(i), "won": bool(w)} for i, game in enumerate(wins) for w in game]
+    rng = random.Random(0)
+    assert evaluation.independent(rows([[w] * 10 for w in (0, 1, 1, 0, 1)])) == pytest.approx(4)  # the same again and again: of 5 games, less one degree of freedom
+    assert 150 < evaluation.independent(rows([[rng.random() < 0.5 for _ in range(10)] for _ in range(40)])) <= 400  # nothing to do with the game
+    assert evaluation.independent(rows([[1], [0], [1]])) == 3 and evaluation.independent(rows([[0, 0], [0, 0]])) == 2 and evaluation.independent([]) == 0
 
 
 def a_run(folder, success, seconds, env="house", **config):

@@ -127,7 +127,7 @@ class Config:
     log: str = None  # tensorboard or wandb
 
 
-TINY = {"iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "critic_lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
+TINY = {"dtype": "float32", "iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "critic_lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
         "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
 WEBSHOP = {"max_prompt": envs.WebShop.max_prompt, "mini_batch": 64}  # its pages are long, its episodes short
 
@@ -156,8 +156,10 @@ def parse_config(argv=None):
                 "eval_games": envs.known(env).held_out[1] if config.tasks >= 64 or env == "house" else config.tasks}
     defaults |= {"group": 8 if config.algo in GROUPED else 1, "critic": {"sapo": "shared", "ppo": "separate"}.get(config.algo, "none")}
     config = dataclasses.replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
-    if config.critic != "shared":
-        config = dataclasses.replace(config, c_v=0.0, c_q=0.0)  # the policy's own readouts are not trained
+    if config.critic != "shared":  # the policy's own readouts are not trained
+        if given.get("c_v") or given.get("c_q"):
+            raise ValueError(f"--c_v and --c_q weigh SAPO's own V and Q: with --algo {config.algo} --critic {config.critic} there are none")
+        config = dataclasses.replace(config, c_v=0.0, c_q=0.0)
     check(config)
     return config
 
@@ -178,6 +180,8 @@ def stored_flags(given):
         with open(f"{out}/config.json") as file:
             stored = json.load(file)
     except (OSError, json.JSONDecodeError):
+        if set(given) <= {"resume", "out"} and not os.path.isdir(out):
+            raise ValueError(f"--resume: there is no run in {out}") from None
         return {"out": out}  # killed before it had begun: it begins anew
     stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
     stored["value_tokens"] = stored["value_tokens"] and tuple(stored["value_tokens"])
@@ -325,7 +329,7 @@ def evaluate_old(lm, micros, old="recompute"):
         sampled = torch.zeros(m.batch.ids.shape, device=lm.device)
         sampled[m.batch.mask] = column((x for t in m.turns for x in t.logp), lm.device)
         m.logp_old, m.p_v_old, m.p_q_old = sampled, *(column((getattr(t, x) for t in m.turns), lm.device) / lm.r_max for x in "vq")
-        if old == "recompute" or n == 0:
+        if old == "recompute" or n == len(micros) // 2:
             logp, m.entropy, p_v, p_q = lm.score(m.batch)  # SAPO: no second model is run
             off.append((logp - sampled)[m.batch.mask].abs())
             if old == "recompute":
@@ -392,7 +396,8 @@ def update(lm, optimizer, micros, config):
     sum_gradients(lm.model)
     norm = torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
     infos = gather(infos)
-    out = {k: (max if k.endswith("_max") else sum)(i[k] for i in infos) for k in infos[0]} | {"grad_norm": float(norm), "skipped": 0}
+    idle = ("v_", "q_", "loss_v", "loss_q") if config.critic != "shared" else ()  # readouts that nobody trains
+    out = {k: (max if k.endswith("_max") else sum)(i[k] for i in infos) for k in infos[0] if not k.startswith(idle)} | {"grad_norm": float(norm), "skipped": 0}
     if np.isfinite(out["loss"]) and np.isfinite(out["grad_norm"]):
         optimizer.step()
     else:
@@ -419,21 +424,19 @@ def set_token_targets(micros, config, device):
     """PPO as the framework has it: a turn is paid the episode's return, less its charge, on its last token; GAE over its tokens with gamma =
     lambda = 1, so that a token's advantage is that return less its value; advantages whitened over all tokens."""
     set_scores(micros, config, device)
-    v = []
-    for m in micros:
-        mask, lengths = m.batch.mask, [len(t.action_ids) for t in m.turns]
-        table = pad_sequence(m.value[mask].split(lengths), batch_first=True)  # a row for each turn, (N, T)
+    adv = target = v = returns = torch.zeros(0, device=device)  # of a rank that has no turn
+    if micros:
+        lengths = [len(t.action_ids) for m in micros for t in m.turns]
+        table = pad_sequence(torch.cat([m.value[m.batch.mask] for m in micros]).split(lengths), batch_first=True)  # a row for each turn, (N, T)
         on = torch.arange(table.shape[1], device=device) < column(lengths, device)[:, None]
-        adv, target = token_gae(table, on, (m.score - m.charge).float() / config.r_max)
-        m.adv, m.value_target = (torch.zeros_like(m.value).masked_scatter(mask, x[on]) for x in (adv, target))
-        m.value_mask = mask
-        v.append(config.r_max * m.value[m.batch.seq, m.batch.start])
-    parts = [m.adv[m.batch.mask] for m in micros]
-    flat = normalize_advantages(torch.cat(parts) if parts else torch.zeros(0, device=device), eps=config.eps_adv, group=everyone())
-    for m, part in zip(micros, flat.split([len(p) for p in parts])):
-        m.adv[m.batch.mask] = part
-    v = torch.cat(v) if v else flat
-    returns = torch.cat([m.score for m in micros]).float() if micros else flat  # what the critic is to predict
+        returns, charge = (torch.cat([getattr(m, x) for m in micros]).float() for x in ("score", "charge"))
+        adv, target = (x[on] for x in token_gae(table, on, (returns - charge) / config.r_max))
+        v = config.r_max * table[:, 0]
+    adv = normalize_advantages(adv, eps=config.eps_adv, group=everyone())
+    sizes = [sum(len(t.action_ids) for t in m.turns) for m in micros]
+    for m, *parts in zip(micros, adv.split(sizes), target.split(sizes)):
+        m.adv, m.value_target = (torch.zeros_like(m.value).masked_scatter(m.batch.mask, x) for x in parts)
+        m.value_mask = m.batch.mask
     return v, torch.zeros_like(v), returns
 
 
@@ -480,21 +483,22 @@ def set_group_targets(micros, config, device):
 
 def update_critic(critic, optimizer, micros, config):
     """One step of the separate critic on a mini-batch, beside `update`. -> its numbers."""
-    count = torch.tensor([float(sum(m.value_mask.sum().item() for m in micros))], device=critic.head.weight.device)
+    count = torch.tensor(sum(m.value_mask.sum().item() for m in micros), dtype=torch.float64, device=critic.head.weight.device)
     if world() > 1:
         dist.all_reduce(count)
+    count = max(1.0, count.item())
     optimizer.zero_grad(set_to_none=True)
-    critic_loss = torch.zeros_like(count)
+    losses = []
     critic.train(config.checkpointing)
     for m in micros:
         now, old, target = (x[m.value_mask] for x in (critic(m.batch), m.value, m.value_target))
-        loss, _ = value_loss(now, old, target, clip=config.clip_v, denom=count.clamp(min=1))
-        loss.sum().backward()
-        critic_loss += loss.detach()
+        loss, _ = value_loss(now, old, target, clip=config.clip_v, denom=count)
+        loss.backward()
+        losses.append(loss.detach())
     critic.eval()
     sum_gradients(critic)
     norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
-    total = sum(gather([critic_loss.item()]))
+    total = sum(gather([float(x) for x in losses]))
     finite = bool(np.isfinite(total) and np.isfinite(float(norm)))
     if finite:
         optimizer.step()
@@ -573,6 +577,10 @@ def pick_tasks(ids, config, iteration):
     return [ids[orders[epoch][i]] for epoch, i in places for _ in range(config.group)]
 
 
+def playing(config):
+    return {name: getattr(config, name) for name in ("rows", "history", "max_prompt", "max_context")}
+
+
 def sampler_for(lm, config, temperature=1.0):
     return Sampler(lm, config.engine, config.context, config.max_new, temperature, config.compile)
 
@@ -648,8 +656,8 @@ def train(lm, pool, config, log):
         clock = Clock(pool)
         games = pick_tasks(ids, config, iteration)
         mine = range(rank(), len(games), world())
-        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, 0), trajs=mine, rows=config.rows,
-                        history=config.history, max_prompt=config.max_prompt, max_context=config.max_context)  # line 2  # SAPO: one trajectory per task
+        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, 0), trajs=mine,
+                        **playing(config))  # line 2  # SAPO: one trajectory per task
         clock.lap("rollout")
         pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
         batches = mini_batches(turns, config, iteration)
@@ -958,8 +966,7 @@ def imitate(lm, pool, config):
 def probe_admissible(lm, pool, games, context, step, config):
     """The share of admissible actions among those sampled in `games`, which are split over the ranks."""
     sampler, mine = sampler_for(lm, dataclasses.replace(config, context=context)), range(rank(), len(games), world())
-    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, rows=config.rows, history=config.history,
-                    max_prompt=config.max_prompt, max_context=config.max_context)
+    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, **playing(config))
     return float(np.mean(gather([t.admissible for t in turns])))
 
 
@@ -987,8 +994,7 @@ def evaluate(lm, pool, config):
         sampler = sampler_for(lm, config, temperature)
         per_rank = -(-len(ids) // world())
         first = rank() * per_rank
-        records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, rows=config.rows, history=config.history,
-                                         max_prompt=config.max_prompt, max_context=config.max_context, quiet=rank() > 0))
+        records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, quiet=rank() > 0, **playing(config)))
         out[temperature] = records, evaluation.report(records)
         del sampler
         gc.collect()  # its keys and values, and its graphs: the next sampler has its own
@@ -1072,9 +1078,11 @@ def prepare(config, pool, say):
 def begin_folder(config, say):
     """Makes the run's folder; of one that is resumed, keeps what the checkpoint knows of."""
     os.makedirs(config.out, exist_ok=True)
-    lines = []
+    lines, before = [], None
     if config.resume:
         done = 0
+        with contextlib.suppress(OSError, json.JSONDecodeError), open(f"{config.out}/config.json") as file:
+            before = json.load(file).get("git")
         if is_whole(f"{config.out}/checkpoint"):
             with open(f"{config.out}/checkpoint/progress.json") as file:
                 done = json.load(file)["iteration"]
@@ -1085,7 +1093,9 @@ def begin_folder(config, say):
         if aside:
             say(f"the run that was in {config.out} is in {aside} now")
         os.makedirs(config.out, exist_ok=True)
-    write_file(f"{config.out}/config.json", json.dumps(dataclasses.asdict(config) | versions(), indent=1))
+    made_with = versions()
+    made_with["git"] = ", ".join(dict.fromkeys([*filter(None, [before]), made_with["git"] or "unknown"]))  # every commit that had a part in it
+    write_file(f"{config.out}/config.json", json.dumps(dataclasses.asdict(config) | made_with, indent=1))
     write_file(f"{config.out}/metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -1191,7 +1201,7 @@ def check_memory(config, say):
                          "--tokens_per_micro_batch, add --checkpointing or --moments bfloat16, or --shard over several ranks")
 
 
-def replay(sampler, config, turns, prompt, response):
+def invented(sampler, config, turns, prompt, response):
     """A rollout without games: every trajectory asks `turns` times, with random prompts of about `prompt` tokens (in `full`, a fifth of
     that after the first)."""
     rng, lm, window = np.random.default_rng(config.seed), sampler.lm, config.context == "window"
@@ -1245,7 +1255,7 @@ def bench(argv):
     laps, sampler_off, pool = {algo: [] for algo in algos}, [], envs.Pool("house")
     for n in range(size.repeats + 1):
         began = Clock(pool)
-        turns = replay(sampler, config, size.turns, size.prompt, size.response)
+        turns = invented(sampler, config, size.turns, size.prompt, size.response)
         began.lap("rollout")
         for algo in sorted(algos, reverse=n % 2 == 1):  # now one first, now the other
             micros, off, lap = one_iteration(*algos[algo], turns, n, Clock(pool))
@@ -1308,7 +1318,7 @@ def compare_updates(lm, turns, config):
         return lm.body(batch.ids, use_cache=False).sum()
 
     def seconds(batches, score):
-        lm.model.zero_grad()
+        lm.model.zero_grad(set_to_none=False)
         began = time.perf_counter()
         total = 0.0
         for batch in batches:
@@ -1358,7 +1368,7 @@ def main():
     except (ValueError, OSError, ImportError, envs.GameError) as error:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
-        sys.exit("\ninterrupted before training began")
+        sys.exit("\ninterrupted")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
