@@ -1407,10 +1407,10 @@ class Pool:
 
     # ---- what the caller says
     def load(self, tasks):
-        for task in tasks if self.procs else ():
-            if task not in self.loading:
+        for task, times in Counter(tasks).items() if self.procs else ():
+            for _ in range(times - len(self.loading.setdefault(task, []))):
                 self.loaded = (self.loaded + 1) % len(self.procs)  # one worker after the other
-                self.loading[task] = self.loaded
+                self.loading[task].append(self.loaded)
                 self.post(self.loaded, "load", None, task)
 
     def start(self, key, task):
@@ -1460,7 +1460,7 @@ class Pool:
         load = [seat.worker for seat in self.seats.values()]
         idlest = min(range(len(self.procs)), key=load.count, default=0)
         self.count += 1
-        self.seats[key] = Seat(self.count, self.loading.pop(task, idlest), [])
+        self.seats[key] = Seat(self.count, (self.loading.get(task) or [idlest]).pop(0), [])
         self.keys[self.count] = key
         self.ask(key, op, task, *args)
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 
@@ -756,6 +757,18 @@ def test_a_pool_answers_the_same_with_any_number_of_workers(games, workers):
             for i, task in enumerate(ids):
                 pool.demo(i, task, 0, 0.5, 0.3)
             assert pool.gather(range(7)) == [demonstrate(make_env("house", horizon=12), t, 0, 0.5, 0.3) for t in ids]
+
+
+def test_a_game_that_a_group_will_play_is_loaded_for_each(games):
+    ids, said = games
+    with a_pool(2) as pool:
+        pool.load([ids[0]] * 3 + [ids[1]])
+        pool.load([ids[0]] * 2)  # known already
+        assert {task: len(at) for task, at in pool.loading.items()} == {ids[0]: 3, ids[1]: 1}
+        for key in range(4):
+            pool.start(key, ids[0])
+        assert pool.gather(range(4)) == said[ids[0]][:1] * 4 and not pool.loading[ids[0]]
+        assert Counter(pool.seats[key].worker for key in range(3)) == {0: 2, 1: 1}
 
 
 def test_killed_workers_go_unnoticed(games):

@@ -12,8 +12,8 @@
 Departures from the paper: `imitate`, an optional phase before Algorithm 1 for a model that knows no language yet; off for
 pretrained models. The paper's framework also clips negative advantages a second time (dual clip); the paper's Eq. 9 does not, nor do we.
 
-Writes to RUN (--out): config.json, metrics.jsonl (a line an iteration), transcripts/, checkpoint/, final/ (a Hugging Face
-folder), eval.json, eval.jsonl, curves.png.
+Writes to RUN (--out): config.json, metrics.jsonl (a line an iteration), transcripts/, checkpoint/, before.json (the evaluation of
+the start), start/ (after an imitation), final/ (a Hugging Face folder), eval.json, eval.jsonl, cost.json, curves.png.
 """
 import argparse
 import contextlib
@@ -61,8 +61,8 @@ class Config:
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL-SEED
-    seed: int = 0
-    iterations: int = 150
+    seed: int = 0  # of everything that is drawn
+    iterations: int = 150  # of Algorithm 1
     algo: str = "sapo"  # sapo, or what it is compared with: ppo, grpo, rloo, gigpo, empg
     critic: str = None  # shared (two logits of the policy) or separate (a second model); default shared for sapo, separate for ppo; the others have none
     tasks: int = 128  # |B|: trajectories an iteration, one a task unless --group
@@ -75,7 +75,7 @@ class Config:
     history: int = 2  # turns shown in a window prompt
     horizon: int = None  # turns an episode may take; default 20 in the house, 50 in alfworld, 15 in webshop
     places: int = 5  # house: its size
-    objects: int = 4
+    objects: int = 4  # house: things that can be carried
     max_new: int = 512  # tokens a response may take
     max_prompt: int = envs.House.max_prompt  # tokens a window prompt may take
     max_context: int = None  # tokens a conversation may take; default the model's limit
@@ -92,20 +92,20 @@ class Config:
     clip: float = 0.2  # epsilon, Eq. 9
     clip_v: float = 0.2  # epsilon_V, Eq. 10
     clip_q: float = 0.2  # epsilon_Q
-    c_v: float = 0.5  # Eq. 12
-    c_q: float = 0.25
+    c_v: float = 0.5  # Eq. 12: the weight of V's loss
+    c_q: float = 0.25  # ... of Q's
     beta: float = 0.01  # weight of the KL to the model SAPO started from
     c_h: float = 0.001  # weight of the entropy
 
-    lr: float = 1e-6
+    lr: float = 1e-6  # AdamW's learning rate
     lr_rise: int = 0  # optimizer steps over which lr rises from 0
-    lr_end: float = 1.0  # share of lr left at the last iteration, on a straight line (the paper's is constant)
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
+    lr_end: float = 1.0  # share of lr that a straight line reaches when all iterations are done (the paper's is constant)
+    weight_decay: float = 0.01  # AdamW's
+    grad_clip: float = 1.0  # largest norm of a step's gradient
     critic_lr: float = 1e-5  # of a separate critic
     without_std: bool = False  # gigpo alone: divides by no standard deviation
     mini_batch: int = 256  # turns an optimizer step
-    epochs: int = 1
+    epochs: int = 1  # times an iteration's turns are trained on
     tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
     old: str = "recompute"  # old log-probs, V and Q: recompute (the paper's pass, line 3) or rollout (the sampler's own, which differ by rounding)
     checkpointing: bool = False  # keep no activations of a layer, compute them again in the backward pass: less memory, a third more time
@@ -113,7 +113,7 @@ class Config:
     shard: bool = False  # several ranks: each keeps a share of the optimizer's state (ZeRO 1)
 
     warmup: int = None  # imitation: at most so many steps; default: tiny in the house starts from START, all else without
-    warmup_lr: float = 1e-5
+    warmup_lr: float = 1e-5  # its highest
     warmup_batch: int = 64  # turns a step
     warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
     warmup_until: float = 0.98  # ... and no more once this share of sampled actions is admissible
@@ -121,7 +121,7 @@ class Config:
     noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house)
 
     eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); --tasks if that is below 64
-    eval_temperature: float = 0.4
+    eval_temperature: float = 0.4  # of the games before and after
     save_every: int = 1  # iterations between checkpoints
     resume: bool = False  # go on with the run in --out from its last checkpoint; flags that are not given are the run's
     log: str = None  # tensorboard or wandb
@@ -138,7 +138,7 @@ START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tin
 
 def parse_config(argv=None):
     """Flags -> Config. What the environment or --model tiny needs differently stands in WEBSHOP and TINY; a flag beats all."""
-    parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="SAPO, Algorithm 1.", epilog="--bench: measures an iteration instead; --bench --help says how.", allow_abbrev=False)
     told = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.M))  # the comments are the help
     for f in dataclasses.fields(Config):
         options = {"nargs": 2, "metavar": ("A", "B")} if f.type is tuple else {"action": "store_true"} if f.type is bool else {"type": f.type}
