@@ -517,13 +517,9 @@ class Play:
     def over(self):
         return bool(self.turns) and self.turns[-1].done
 
-    def hear(self, answer, env):
-        """The game's answer, to the start or to an action: what happened is written down as a Turn."""
-        obs, *outcome, info = answer
-        if not outcome:
-            self.episode = env.episode(obs, info)
-            return
-        (prompt, ids), (response, text, action, valid), (reward, terminated, truncated) = self.asked, self.said, outcome
+    def hear(self, obs, reward, terminated, truncated, info):
+        """The game's answer to an action: what happened is written down as a Turn."""
+        (prompt, ids), (response, text, action, valid) = self.asked, self.said
         self.turns.append(Turn(
             traj=self.traj, turn=len(self.turns), prompt_ids=ids, action_ids=response.ids, logp=response.logp, v=response.v, q=response.q,
             reward=float(reward), done=terminated or truncated, truncated=truncated, invalid=not valid,
@@ -587,7 +583,10 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
         while thinking and (most_think or thinking[0][1] + PATIENCE <= sampler.steps):
             heard.append(thinking.popleft()[0])
         for play, answer in zip(heard, pool.gather(play.traj for play in heard)):
-            play.hear(answer, pool.env)
+            if play.episode:
+                play.hear(*answer)
+            else:
+                play.episode = pool.env.episode(*answer)
             if not play.over:
                 ask(play)
             if play.over:
