@@ -4,7 +4,7 @@
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
     python eval.py --model runs/webshop-tiny-0 --split test_500          in the shop: score and success
     python eval.py --model gpt-4o --endpoint https://api.openai.com/v1 --env alfworld --prompt react        or plain, reflexion
-    python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: every seed thin, the mean thick
+    python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: seeds thin, their mean thick
     python eval.py --table runs/*                                        the paper's table: mean and deviation over seeds, as Markdown
 
 Every game of the split is played exactly once (--repeats: so many times), in sorted order; success, and in the shop the score, are
@@ -341,7 +341,14 @@ def paper_table(folders):
     groups = by_setting(folders, read_result)
     env = envs.known(groups[0][0][0]["env"])
     columns = ["score", "success"] if env.graded else [*env.categories.values(), "success"]
-    heads = {"score": "Score", "success": "Success" if env.graded else "All"}
+    heads = {"score": "Score", "success": "Success" if env.graded else "All", "at_1": "All, T = 1"}
+    if "success_at_1" in groups[0][0][1]:
+        columns.append("at_1")
+
+    def number(result, c, before):
+        if c == "at_1":
+            return result.get(f"success{before}_at_1")
+        return result[f"{c}{before}"] if c in heads else result[f"success{before}_by_category"].get(c)
 
     def spread(values, digits=1):
         values = [v for v in values if v is not None]
@@ -350,8 +357,7 @@ def paper_table(folders):
         return f"{np.mean(values):.{digits}f}" + (f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "")
 
     def row(title, runs, before=""):
-        cells = [spread([None if x is None else 100 * x for x in (
-            result[f"{c}{before}"] if c in heads else result[f"success{before}_by_category"].get(c) for _, result, _ in runs)]) for c in columns]
+        cells = [spread([None if x is None else 100 * x for x in (number(result, c, before) for _, result, _ in runs)]) for c in columns]
         seconds = [sum(line["time_total"] for line in lines) for *_, lines in runs]
         tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in lines) / 1e6 for *_, lines in runs]
         memory = [result.get("peak_memory", 0) for _, result, _ in runs]
@@ -403,8 +409,13 @@ def learned(config, key):
     return config["c_q"] if key[:2] == "q_" else config["c_v"] if key[:2] == "v_" else True
 
 
+def smooth(curve, reach=2):
+    """Each point's mean with its neighbours, two on either side where there are as many."""
+    return [np.mean(curve[max(0, i - reach):i + reach + 1]) for i in range(len(curve))]
+
+
 def plot(folders, path):
-    """Runs that differ in nothing but their seed share a colour."""
+    """Runs that differ in nothing but their seed share a colour: each of them thin; thick the mean over seeds and five iterations."""
     plt, groups = pyplot(), by_setting(folders, read_run)
     names = labels([runs[0][0] for runs in groups])
     fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
@@ -417,16 +428,18 @@ def plot(folders, path):
                 continue
             curves = [[line[key] for line in lines] for _, lines in runs]
             for curve in curves:
-                ax.plot(range(1, len(curve) + 1), curve, color=f"C{n}", linewidth=0.8, alpha=0.4 if len(runs) > 1 else 1)
+                ax.plot(range(1, len(curve) + 1), curve, color=f"C{n}", linewidth=0.8, alpha=1 if len(runs) == 1 else 0.4 if len(groups) < 4 else 0.1)
             if len(runs) > 1:
                 shortest = min(map(len, curves))
-                ax.plot(range(1, shortest + 1), np.mean([c[:shortest] for c in curves], 0), color=f"C{n}", linewidth=2.4, label=label)
+                ax.plot(range(1, shortest + 1), smooth(np.mean([c[:shortest] for c in curves], 0)), color=f"C{n}", linewidth=2.4, label=label)
             else:
                 ax.lines[-1].set_label(label)
     places = {f"{c['model']} on {c['env']}" for (c, _), *_ in groups}
     if len(places) == 1:
         fig.suptitle(*places)
-    axes[0].set_ylim(0, 1.02)
+    axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
+    axes[-1].set_yscale("symlog", linthresh=0.01)
+    axes[-1].set_ylim(bottom=0)
     axes[0].legend(fontsize=8)
     fig.savefig(path, dpi=110)
     plt.close(fig)

@@ -2705,6 +2705,10 @@ def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
     assert [r[0] for r in rows[4:]] == ["PPO, lam 0.95", "SAPO, lam 0.9", "SAPO, no V, no Q, lam 0.95", "GiGPO without std, lam 0.95"] and rows[4][2] == "50.0"
     run_main(evaluation, monkeypatch, "--table", a_run(tmp_path / "s", 0.25, 9, env="webshop"))
     assert "| method | seeds | Score | Success | seconds" in (out := capsys.readouterr().out) and "| SAPO | 1 | 25.0 | 25.0 | 18 |" in out
+    warm = tmp_path / "a" / "eval.json"  # evaluated at temperature 1 as well
+    warm.write_text(json.dumps(json.loads(warm.read_text()) | {"success_at_1": 0.75, "success_before_at_1": 0.5}))
+    run_main(evaluation, monkeypatch, "--table", runs[0])
+    assert "| All | All, T = 1 | seconds" in (out := capsys.readouterr().out) and "| 25.0 | 50.0 |" in out and "| 80.0 | 75.0 | 20 |" in out
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
     (tmp_path / "bench.json").write_text(json.dumps({"model": "tiny", "context": "full", "old": "rollout", "versions": {"device": "x"}, "seconds": {a: dict.fromkeys(train.PHASES, 1.0) for a in ("sapo", "ppo")}}))
     run_main(evaluation, monkeypatch, "--plot", tmp_path, "--out", tmp_path / "phases.png")
