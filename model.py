@@ -303,7 +303,7 @@ def reserve_value_ids(tokenizer, rows, taken):
     return free[1][0], free[0][0]
 
 
-def named_value_ids(tokenizer, names, taken, rows):
+def named_value_ids(tokenizer, names, taken, rows=float("inf")):
     ids = tuple(tokenizer.get_vocab().get(n, int(n) if n.isdigit() else -1) for n in names)
     for name, i in zip(names, ids):
         if not 0 <= i < rows:  # a number names a row of the head
