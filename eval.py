@@ -403,10 +403,9 @@ PANELS = {"success": "success of the rollouts", "v_explained_variance": "explain
 
 
 def learned(config, key):
-    """Whether a run has the value that a panel is about."""
-    if config.get("critic", "shared") != "shared":
-        return key[0] == "v" and config["critic"] == "separate" or "variance" not in key
-    return config["c_q"] if key[:2] == "q_" else config["c_v"] if key[:2] == "v_" else True
+    """Whether a run has the value that a panel is about. (c_q is 0 where the critic is not shared.)"""
+    critic = config.get("critic", "shared")
+    return {"v": config["c_v"] if critic == "shared" else critic == "separate", "q": config["c_q"]}.get(key.split("_")[0], True)
 
 
 def smooth(curve, reach=2):
@@ -503,7 +502,10 @@ def evaluate(args):
     out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")
     out = out if out.endswith(".json") else os.path.join(out, "eval.json")
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    sampler = None if args.endpoint else Sampler(load(weights, words=envs.words(), dtype=getattr(torch, setting["dtype"])), setting["engine"], setting["context"], setting["max_new"], args.temperature)
+    sampler = None
+    if not args.endpoint:
+        lm = load(weights, words=envs.words(), dtype=getattr(torch, setting["dtype"]))
+        sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
     workers = setting.get("workers")
     pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
     lines = os.path.splitext(out)[0] + ".jsonl"
@@ -514,15 +516,14 @@ def evaluate(args):
             records = [{"repeat": n} | r for n in repeats for r in play(
                 sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
                 max_context=setting.get("max_context"), title=f"{env} {split}")]
+            with open(lines, "w") as file:
+                file.writelines(json.dumps(r) + "\n" for r in records)
     finally:
         pool.close()
     result = report(records) | {"model": args.model, "prompt": args.prompt, "env": env, "goals": options.get("goals"), "split": split,
                                 "temperature": args.temperature, "repeats": args.repeats}
     with open(out, "w") as file:
         json.dump(result, file, indent=1)
-    if args.prompt == "plain" and not args.endpoint:
-        with open(lines, "w") as file:
-            file.writelines(json.dumps(r) + "\n" for r in records)
     print(table({f"{os.path.basename(args.model.rstrip('/'))}, {', '.join(kinds)}, T = {args.temperature:g}": result}, envs.known(env)))
     outgrown = sum(r["outgrown"] for r in records)
     if outgrown:
