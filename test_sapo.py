@@ -2593,8 +2593,11 @@ def test_the_bench_prints_the_runtime_table(monkeypatch, capsys):
 def test_the_bench_puts_ppo_beside_sapo(monkeypatch, capsys, tmp_path):
     run_main(train, monkeypatch, "--bench", "--ppo", "--tasks", 3, "--turns", 2, "--prompt", 20, "--response", 5, "--repeats", 2, "--out", tmp_path)
     said, seconds = capsys.readouterr().out, json.loads((tmp_path / "bench.json").read_text())["seconds"]
-    assert re.search(r"^after rollout +[\d.]+ s +[\d.]+ s +sapo / ppo 0\.\d+$", said, re.M) and seconds["sapo"]["rollout"] == seconds["ppo"]["rollout"]
-    assert seconds["sapo"]["values"] == seconds["sapo"]["critic"] == 0 < min(seconds["ppo"].values())
+    after = {algo: sum(times.values()) - times["rollout"] for algo, times in seconds.items()}
+    printed = re.search(r"^after rollout +[\d.]+ s +[\d.]+ s +sapo / ppo ([\d.]+)$", said, re.M)
+    assert float(printed[1]) == pytest.approx(after["sapo"] / after["ppo"], abs=5e-4) and seconds["sapo"]["rollout"] == seconds["ppo"]["rollout"]
+    passes = {algo: sum(train.PHASES[phase] for phase, spent in times.items() if spent) for algo, times in seconds.items()}
+    assert passes == {"sapo": 5, "ppo": 9}  # by count: how long they take is a matter of the machine
 
 
 def test_what_must_not_be_interrupted_is_not():
