@@ -36,6 +36,7 @@ from rollout import Sampler, rollout, uniforms
 from sapo import GROUPED
 
 SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
+EVALUATION, PROMPTED = 5, 6  # streams of random numbers; train.py has 0 to 4
 
 
 def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, max_prompt=2048, max_context=None, title="evaluation", quiet=False):
@@ -43,7 +44,7 @@ def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, max_pro
     games; a game's random numbers depend on (seed, its number) alone."""
     records = []
     with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
-        turns = rollout(sampler, games, pool, seed=(seed, 0, 5), trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE, history=history,
+        turns = rollout(sampler, games, pool, seed=(seed, 0, EVALUATION), trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE, history=history,
                         max_prompt=max_prompt, max_context=max_context, bar=bar)
     for _, mine in itertools.groupby(turns, lambda t: t.traj):
         mine = list(mine)
@@ -148,7 +149,7 @@ class Local:
     def __call__(self, texts, keys):
         lm, out = self.sampler.lm, []
         for n in range(0, len(texts), self.rows):
-            u = [uniforms((self.seed, 0, 6), *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
+            u = [uniforms((self.seed, 0, PROMPTED), *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
             responses = self.sampler(range(len(u)), [lm.chat.first(text) for text in texts[n:n + self.rows]], u)
             self.sampler.forget()
             out += [lm.text(r.ids) for r in responses]

@@ -210,8 +210,8 @@ class ActorCritic:
         parts = [checkpoint(self.token_scores, *c, temperature, use_reentrant=False, preserve_rng_state=False) if again
                  else self.token_scores(*c, temperature) for c in chunks]
         logp, h = (x.new_zeros(batch.ids.shape).index_put((b, t), x) for x in map(torch.cat, zip(*parts)))
-        # SAPO: V before the response sees no action, Q after it sees no reward
-        p_v, p_q = self.readout(hidden[batch.seq.repeat(2), torch.cat([batch.start, batch.end]) - 1]).chunk(2)
+        before, after = hidden[batch.seq, batch.start - 1], hidden[batch.seq, batch.end - 1]  # (N, D) each
+        p_v, p_q = self.readout(torch.stack([before, after]))  # SAPO: V before the response sees no action, Q after it sees no reward
         return logp, h, p_v, p_q
 
     def text(self, ids):

@@ -1,6 +1,6 @@
 """SAPO (Single-Rollout Autoregressive Policy Optimization): the algorithm, as pure functions of tensors.
 
-A language model plays a task over turns t = 1..T. One causal forward over [context, response] gives the policy, the
+A language model plays a task over turns t = 1, 2, ... One causal forward over [context, response] gives the policy, the
 state value V (read just before the response) and the action value Q (read just after it). This file is what happens next:
 
     turn_targets          rewards and old values -> GAE advantage, target of V, target of Q        Eq. 4-6
@@ -20,6 +20,8 @@ An `info` holds numbers that add up the same way, except `*_max`, which are maxi
 Departures from the paper: none here. Copy this file into any project: it needs torch alone.
     python sapo.py       works one small trajectory by hand
 """
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -63,11 +65,17 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
     return adv[row, col], y_v[row, col], y_q[row, col]
 
 
+def discounted_returns(traj, turn, reward, *, gamma):
+    """The discounted reward from each turn to the end of its trajectory: what GAE comes to without values. (N,) -> (N,)."""
+    none = torch.zeros_like(reward)
+    return turn_targets(traj, turn, reward, none, none, none, gamma=gamma, lam=1.0)[0]
+
+
 @torch.no_grad()
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
     """Eq. 7: (N,) -> (N,). Mean and population std over valid turns, over all ranks of `group` (a torch.distributed
     process group; None: this process alone). `invalid` marks turns whose action could not be parsed: they are charged
-    c_inv first. `valid` says which turns count, or how often each does; the others get 0. One turn, or equal ones, give 0 up to
+    c_inv first. `valid` says which turns count (or, as numbers, how much each does in mean and std); the others get 0. One turn, or equal ones, give 0 up to
     rounding, never NaN."""
     times = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
@@ -206,10 +214,8 @@ def gigpo_advantages(traj, turn, group, state, reward, *, gamma=0.95, weight=1.0
     divides neither by a standard deviation. A state seen once adds 0. All (N,) -> (N,)."""
     ids, row = traj.unique(return_inverse=True)
     score = torch.zeros(len(ids), dtype=torch.float64, device=reward.device).scatter_add_(0, row, reward.double())[row]
-    none = torch.zeros_like(reward)
-    to_go, _, _ = turn_targets(traj, turn, reward.double(), none, none.double(), none, gamma=gamma, lam=1.0)
     anchor = torch.stack([group, state]).unique(dim=1, return_inverse=True)[1]
-    step = standardized(to_go, anchor, std, eps)
+    step = standardized(discounted_returns(traj, turn, reward.double(), gamma=gamma), anchor, std, eps)
     return (grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step).to(reward.dtype)
 
 
@@ -262,13 +268,15 @@ def main():
         row = "".join(f"{x[t]:9.3f}" for x in (adv, y_v, y_q, adv_hat))
         print(f"{t + 1:>4}  {text[t]:28}{reward[t]:6.1f}{v[t]:8.2f}{q[t]:8.2f}{row}")
 
-    logp = torch.full((4, 3), -1.0, requires_grad=True)  # three tokens a turn, on-policy: every ratio is 1
-    loss, info = sapo_loss(logp, torch.ones(4, 3), v / r_max, q / r_max, logp_old=logp.detach(), logp_ref=logp.detach(),
-                           adv=adv_hat[:, None].expand(4, 3), mask=torch.ones(4, 3), p_v_old=v / r_max,
-                           p_q_old=q / r_max, y_v=y_v / r_max, y_q=y_q / r_max)
-    loss.backward()
-    print("\nOne joint loss (12): " + ", ".join(f"{k} {info[k]:.4f}" for k in ("loss", "loss_policy", "loss_v", "loss_q")))
-    print("Its gradient on each turn's log-probs, -A^/12: " + " ".join(f"{g:+.3f}" for g in logp.grad[:, 0]))
+    old = torch.full((4, 3), -1.0)  # three tokens a turn
+    for title, ratio in (("Where the policy is still the old one (the A^ of a batch cancel, their gradient -A^/12 does not):", 1.0),
+                         ("Had every token become 1.3 times as likely (what the clip at 1.2 holds has no gradient any more):", 1.3)):
+        logp = (old + math.log(ratio)).requires_grad_()
+        loss, info = sapo_loss(logp, torch.ones(4, 3), v / r_max, q / r_max, logp_old=old, logp_ref=old, adv=adv_hat[:, None].expand(4, 3),
+                               mask=torch.ones(4, 3), p_v_old=v / r_max, p_q_old=q / r_max, y_v=y_v / r_max, y_q=y_q / r_max, beta=0.0)
+        loss.backward()
+        print(f"\n{title}\n    joint loss (12) " + ", ".join(f"{k} {info[k] + 0:.4f}" for k in ("loss", "loss_policy", "loss_v", "loss_q")))
+        print("    its gradient on a token of each turn: " + " ".join(f"{g + 0:+.3f}" for g in logp.grad[:, 0]))
 
 
 if __name__ == "__main__":

@@ -2092,7 +2092,7 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
 ALGOS = ["ppo", "grpo", "rloo", "gigpo", "empg"]
 
 
-def judged(tmp_path, *flags):
+def with_advantages(tmp_path, *flags):
     """As prepared(), by the algorithm of the flags; turns of random returns, some of them invalid, some of one observation."""
     config = small_config(tmp_path, "--tasks", "6", "--group", "3", *flags)
     lm = random_model("qwen2", 1)
@@ -2105,14 +2105,14 @@ def judged(tmp_path, *flags):
     learner = train.make_learner(lm, config)
     if learner.critic:
         torch.nn.init.normal_(learner.critic.head.weight, std=0.1)
-    values, _ = learner.judge(micros, config, train.Clock(types.SimpleNamespace(seconds=0.0)))
+    values, _ = learner.set_advantages(micros, config, train.Clock(types.SimpleNamespace(seconds=0.0)))
     return config, learner, batches, micros, values
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
 @pytest.mark.parametrize("algo", ["grpo", "rloo", "gigpo", "empg"])
 def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
-    config, learner, _, micros, values = judged(tmp_path, "--algo", algo, "--context", context)
+    config, learner, _, micros, values = with_advantages(tmp_path, "--algo", algo, "--context", context)
     turns = [t for m in micros for t in m.turns]
     rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.seen), t.reward) for t in turns]
     entropy = [m.entropy[m.batch.owner == n].mean().item() for m in micros for n in range(len(m.turns))]
@@ -2126,7 +2126,7 @@ def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo,
 
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_path, context):
-    config, learner, batches, micros, (v, q, _) = judged(tmp_path, "--algo", "ppo", "--context", context)
+    config, learner, batches, micros, (v, q, _) = with_advantages(tmp_path, "--algo", "ppo", "--context", context)
     total = returns_by_loop([(t.traj, 0, 0, 0, t.reward) for m in micros for t in m.turns])
     adv, found = [], []
     for m in micros:
@@ -2149,7 +2149,7 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
 
 
 def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_path):
-    config, learner, batches, _, _ = judged(tmp_path, "--algo", "ppo")
+    config, learner, batches, _, _ = with_advantages(tmp_path, "--algo", "ppo")
 
     def gradient(critic, checkpointing=False):
         train.update_critic(critic, torch.optim.SGD(critic.parameters(), lr=0.0), batches[0], dataclasses.replace(config, checkpointing=checkpointing, grad_clip=1e9))
@@ -2173,7 +2173,7 @@ def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_pat
 
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, context):
-    config, learner, _, micros, (v, q, _) = judged(tmp_path, "--critic", "separate", "--context", context)
+    config, learner, _, micros, (v, q, _) = with_advantages(tmp_path, "--critic", "separate", "--context", context)
     turns = [t for m in micros for t in m.turns]
     values = torch.cat([m.value[m.batch.seq, m.batch.start] for m in micros])
     column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns])
@@ -2187,7 +2187,7 @@ def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, contex
 
 
 def test_without_a_learned_value_the_baseline_is_zero(tmp_path):
-    config, learner, _, micros, (v, _, _) = judged(tmp_path, "--c_v", "0", "--c_q", "0", "--group", "1")
+    config, learner, _, micros, (v, _, _) = with_advantages(tmp_path, "--c_v", "0", "--c_q", "0", "--group", "1")
     turns = [t for m in micros for t in m.turns]
     expected = [sum((0.95 * 0.95) ** (o.turn - t.turn) * o.reward for o in turns if o.traj == t.traj and o.turn >= t.turn) - 0.1 * t.invalid for t in turns]
     mean = sum(expected) / len(expected)
@@ -2198,7 +2198,7 @@ def test_without_a_learned_value_the_baseline_is_zero(tmp_path):
 
 @pytest.mark.parametrize("norm", ["turn", "token"])
 def test_advantages_are_normalised_over_turns_or_tokens(tmp_path, norm):
-    config, learner, _, micros, (v, _, _) = judged(tmp_path, "--norm", norm, "--group", "1")
+    config, learner, _, micros, (v, _, _) = with_advantages(tmp_path, "--norm", norm, "--group", "1")
     turns = [t for m in micros for t in m.turns]
     column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns], dtype=torch.float64)
     adv, _, _ = turn_targets(column("traj"), column("turn"), column("reward"), column("done"), v.double(), torch.zeros_like(v).double(), gamma=0.95, lam=0.95)
@@ -2218,7 +2218,9 @@ def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(t
     assert small_config(tmp_path).group == 1 and small_config(tmp_path).critic == "shared" and small_config(tmp_path, "--algo", "ppo").critic == "separate"
     for flags, says in ((("--algo", "a2c"), "unknown --algo"), (("--algo", "grpo"), "multiple of --group"), (("--algo", "ppo", "--critic", "shared"), "goes with"),
                         (("--algo", "rloo", "--tasks", "8", "--critic", "separate"), "goes with"), (("--algo", "empg", "--tasks", "8", "--old", "rollout"), "entropies"),
-                        (("--without_std",), "does nothing"), (("--algo", "ppo", "--norm", "token"), "does nothing"), (("--algo", "grpo", "--group", "1"), "does nothing")):
+                        (("--without_std",), "does nothing"), (("--algo", "ppo", "--norm", "token"), "does nothing"), (("--algo", "grpo", "--group", "1"), "does nothing"),
+                        (("--algo", "ppo", "--lam", "0.9"), "--lam does nothing"), (("--algo", "rloo", "--tasks", "8", "--gamma", "1"), "--gamma does nothing"),
+                        (("--algo", "gigpo", "--tasks", "8", "--lam", "0.9"), "--lam does nothing")):
         with pytest.raises(ValueError, match=says):
             small_config(tmp_path, *flags)
 

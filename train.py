@@ -48,8 +48,12 @@ import envs
 import eval as evaluation
 from model import ActorCritic, Batch, Critic, architecture, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
 from rollout import Sampler, Turn, limits, make_samples, next_prompt, rollout
-from sapo import (GROUPED, empg_advantages, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages, rloo_advantages, sapo_loss, token_gae,
-                  turn_targets, value_loss)
+from sapo import (GROUPED, discounted_returns, empg_advantages, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages, rloo_advantages, sapo_loss,
+                  token_gae, turn_targets, value_loss)
+
+
+# Streams of random numbers, beside the seed and the iteration. eval.py has 5 and 6.
+ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE = range(5)
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,8 @@ def check(config):
     if config.tasks % config.group:
         raise ValueError(f"--tasks {config.tasks} is no multiple of --group {config.group}")
     for name, idle in (("without_std", config.without_std and config.algo != "gigpo"), ("norm token", config.norm == "token" and config.algo != "sapo"),
-                       ("group 1", config.group == 1 and config.algo in GROUPED)):
+                       ("group 1", config.group == 1 and config.algo in GROUPED), ("lam", config.lam != Config.lam and config.algo != "sapo"),
+                       ("gamma", config.gamma != Config.gamma and config.algo not in ("sapo", "gigpo"))):
         if idle:
             raise ValueError(f"--{name} does nothing with --algo {config.algo}")
     if config.algo == "empg" and config.old == "rollout":
@@ -282,18 +287,20 @@ class MicroBatch:
     batch: Batch
     turns: list
     logp_old: torch.Tensor = None  # (B, T), by the rollout policy
-    p_v_old: torch.Tensor = None  # (N,), its readouts; with a separate critic, that critic's
-    p_q_old: torch.Tensor = None
     logp_ref: torch.Tensor = None
-    entropy: torch.Tensor = None  # (B, T), of the rollout policy
-    adv: torch.Tensor = None  # (B, T)
+    adv: torch.Tensor = None
+    p_v_old: torch.Tensor = None  # (N,), the rollout policy's readouts; with a separate critic, that critic's
+    p_q_old: torch.Tensor = None
     y_v: torch.Tensor = None  # (N,), over R_max
     y_q: torch.Tensor = None
-    score: torch.Tensor = None  # (N,), the episode's return, and what is charged for an invalid action: for methods without Eq. 6
-    charge: torch.Tensor = None
-    value: torch.Tensor = None  # (B, T), over R_max: of a separate critic its old values, the targets, and which of them count
+
+    value: torch.Tensor = None  # a separate critic's (B, T), over R_max: its old values, their targets, and which of them count
     value_target: torch.Tensor = None
     value_mask: torch.Tensor = None
+
+    score: torch.Tensor = None  # without Eq. 6: (N,), the episode's return, and what is charged for an invalid action
+    charge: torch.Tensor = None
+    entropy: torch.Tensor = None  # (B, T), EMPG's: of the rollout policy
 
 
 def mini_batches(turns, config, iteration):
@@ -304,7 +311,7 @@ def mini_batches(turns, config, iteration):
         mine[turns[n].traj, turns[n].turn] = (ids, spans, turns[n:n + len(spans)])
         n += len(spans)
     sizes = sorted(gather([(key, len(s[1])) for key, s in mine.items()]))
-    order = np.random.default_rng([config.seed, iteration, 1]).permutation(len(sizes))
+    order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(sizes))
     total = sum(n for _, n in sizes)
     parts = max(1, -(-total // config.mini_batch))  # of equal size: a last one of a few turns would be a step of pure noise
     plan, filled = [[] for _ in range(parts)], 0
@@ -328,8 +335,9 @@ def evaluate_old(lm, micros, old="recompute"):
         m.batch = m.batch.to(lm.device)
         sampled = torch.zeros(m.batch.ids.shape, device=lm.device)
         sampled[m.batch.mask] = column((x for t in m.turns for x in t.logp), lm.device)
-        m.logp_old, m.p_v_old, m.p_q_old = sampled, *(column((getattr(t, x) for t in m.turns), lm.device) / lm.r_max for x in "vq")
-        if old == "recompute" or n == len(micros) // 2:
+        m.logp_old = sampled
+        m.p_v_old, m.p_q_old = column((t.v for t in m.turns), lm.device) / lm.r_max, column((t.q for t in m.turns), lm.device) / lm.r_max
+        if old == "recompute" or n == len(micros) // 2:  # in the middle: micro-batches are sorted by length
             logp, m.entropy, p_v, p_q = lm.score(m.batch)  # SAPO: no second model is run
             off.append((logp - sampled)[m.batch.mask].abs())
             if old == "recompute":
@@ -364,45 +372,55 @@ def set_targets(micros, config, device):
 
 def returns_of(turns, config, device):
     """(N,): the discounted reward from each turn to the end of its episode."""
-    reward, none = column((t.reward for t in turns), device), torch.zeros(len(turns), device=device)
     traj, turn = column((t.traj for t in turns), device, torch.long), column((t.turn for t in turns), device, torch.long)
-    return turn_targets(traj, turn, reward, none, none, none, gamma=config.gamma, lam=1.0)[0]
+    return discounted_returns(traj, turn, column((t.reward for t in turns), device), gamma=config.gamma)
 
 
 def everyone():
     return dist.group.WORLD if world() > 1 else None
 
 
+def denominator(n):
+    """A count on this rank -> on all of them together, at least 1."""
+    return max(1, sum(gather([n])))
+
+
 def update(lm, optimizer, micros, config):
-    """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers; a non-finite step is not taken."""
-    counts = torch.tensor([sum(m.batch.mask.sum().item() for m in micros), sum(len(m.turns) for m in micros)], dtype=torch.float64,
-                          device=lm.device)
-    if world() > 1:
-        dist.all_reduce(counts)
-    tokens, turns = counts.clamp(min=1).tolist()
-    optimizer.zero_grad(set_to_none=True)
-    infos = []
-    lm.model.train(config.checkpointing)  # transformers checkpoints activations in training mode alone
-    for m in micros:
+    """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers."""
+    tokens, turns = denominator(sum(m.batch.mask.sum().item() for m in micros)), denominator(sum(len(m.turns) for m in micros))
+
+    def joint_loss(m):
         logp, entropy, p_v, p_q = lm.score(m.batch)
-        loss, info = sapo_loss(
+        return sapo_loss(
             logp, entropy, p_v, p_q, logp_old=m.logp_old, logp_ref=m.logp_ref, adv=m.adv, mask=m.batch.mask,
             p_v_old=m.p_v_old, p_q_old=m.p_q_old, y_v=m.y_v, y_q=m.y_q, clip=config.clip, clip_v=config.clip_v,
             clip_q=config.clip_q, c_v=config.c_v, c_q=config.c_q, beta=config.beta, c_h=config.c_h, tokens=tokens, turns=turns)
-        loss.backward()
-        infos.append(info)
-    infos = [{k: float(x) for k, x in info.items()} for info in infos]  # not sooner: every look waits for the GPU
-    lm.model.eval()
-    sum_gradients(lm.model)
-    norm = torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
-    infos = gather(infos)
+
+    out = take_step(lm.model, optimizer, micros, joint_loss, config)
     idle = ("v_", "q_", "loss_v", "loss_q") if config.critic != "shared" else ()  # readouts that nobody trains
-    out = {k: (max if k.endswith("_max") else sum)(i[k] for i in infos) for k in infos[0] if not k.startswith(idle)} | {"grad_norm": float(norm), "skipped": 0}
-    if np.isfinite(out["loss"]) and np.isfinite(out["grad_norm"]):
+    return {k: x for k, x in out.items() if not k.startswith(idle)}
+
+
+def take_step(model, optimizer, micros, loss_of, config):
+    """One optimizer step on the sum of loss_of(m) -> (loss, info) over the micro-batches of all ranks. -> the info's numbers, added up. A
+    step whose loss or gradient is not finite is not taken."""
+    optimizer.zero_grad(set_to_none=True)
+    infos = []
+    model.train(config.checkpointing)  # transformers checkpoints activations in training mode alone
+    for m in micros:
+        loss, info = loss_of(m)
+        loss.backward()
+        infos.append({"loss": loss.detach()} | info)
+    infos = [{k: float(x) for k, x in info.items()} for info in infos]  # not sooner: every look waits for the GPU
+    model.eval()
+    sum_gradients(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    infos = gather(infos)
+    out = {k: (max if k.endswith("_max") else sum)(i[k] for i in infos) for k in infos[0]} | {"grad_norm": float(norm)}
+    finite = np.isfinite(out["loss"]) and np.isfinite(out["grad_norm"])
+    if finite:
         optimizer.step()
-    else:
-        out["skipped"] = 1
-    return out
+    return out | {"skipped": int(not finite)}
 
 
 # ------------------------------------------------------------------------------------------ what SAPO is compared with
@@ -441,7 +459,7 @@ def set_token_targets(micros, config, device):
 
 
 def set_scores(micros, config, device):
-    """For a method without Eq. 10 and 11: no targets, and on each turn the episode's return and the charge."""
+    """On each turn the episode's return and the charge of an invalid action; targets of 0, which c_v = c_q = 0 make idle."""
     total = Counter()
     for t in (t for m in micros for t in m.turns):
         total[t.traj] += t.reward
@@ -465,7 +483,7 @@ def set_group_targets(micros, config, device):
     columns = list(zip(*rows))
     traj, turn, state = (torch.tensor(x) for x in columns[:3])
     reward, score, entropy = (torch.tensor(x, dtype=torch.float64) for x in columns[3:])
-    group = traj // config.group
+    group = traj // config.group  # pick_tasks lays a task's trajectories side by side
     if config.algo == "rloo":
         adv = rloo_advantages(traj, group, score)
     elif config.algo == "gigpo":
@@ -483,26 +501,14 @@ def set_group_targets(micros, config, device):
 
 def update_critic(critic, optimizer, micros, config):
     """One step of the separate critic on a mini-batch, beside `update`. -> its numbers."""
-    count = torch.tensor(sum(m.value_mask.sum().item() for m in micros), dtype=torch.float64, device=critic.head.weight.device)
-    if world() > 1:
-        dist.all_reduce(count)
-    count = max(1.0, count.item())
-    optimizer.zero_grad(set_to_none=True)
-    losses = []
-    critic.train(config.checkpointing)
-    for m in micros:
+    count = denominator(sum(m.value_mask.sum().item() for m in micros))
+
+    def regression(m):
         now, old, target = (x[m.value_mask] for x in (critic(m.batch), m.value, m.value_target))
-        loss, _ = value_loss(now, old, target, clip=config.clip_v, denom=count)
-        loss.backward()
-        losses.append(loss.detach())
-    critic.eval()
-    sum_gradients(critic)
-    norm = torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
-    total = sum(gather([float(x) for x in losses]))
-    finite = bool(np.isfinite(total) and np.isfinite(float(norm)))
-    if finite:
-        optimizer.step()
-    return {"loss_critic": total, "grad_norm_critic": float(norm), "skipped_critic": int(not finite)}
+        return value_loss(now, old, target, clip=config.clip_v, denom=count)
+
+    out = take_step(critic, optimizer, micros, regression, config)
+    return {f"{k}_critic": out[k] for k in ("loss", "grad_norm", "skipped")}
 
 
 # --------------------------------------------------------------------------------------------------------- the learner
@@ -573,7 +579,7 @@ def pick_tasks(ids, config, iteration):
     """This iteration's tasks, each --group times: every game once per pass over the games, in an order drawn anew for each pass."""
     count = config.tasks // config.group
     places = [divmod(n, len(ids)) for n in range(iteration * count, (iteration + 1) * count)]
-    orders = {epoch: np.random.default_rng([config.seed, epoch, 2]).permutation(len(ids)) for epoch, _ in places}
+    orders = {epoch: np.random.default_rng([config.seed, epoch, TASKS]).permutation(len(ids)) for epoch, _ in places}
     return [ids[orders[epoch][i]] for epoch, i in places for _ in range(config.group)]
 
 
@@ -595,8 +601,8 @@ class Learner:
     critic: Critic = None
     critic_optimizer: object = None
 
-    def judge(self, micros, config, clock):
-        """Algorithm 1, lines 3 to 5. -> old V, Q and returns (N,), and how far the sampler's log-probs were from the pass's."""
+    def set_advantages(self, micros, config, clock):
+        """Algorithm 1, lines 3 to 5: all that the update needs. -> old V, Q and returns (N,), and how far the sampler's log-probs were from the pass's."""
         sampler_off = evaluate_old(self.lm, micros, config.old)  # line 3
         clock.lap("old")
         if self.reference:
@@ -605,10 +611,8 @@ class Learner:
         if self.critic:
             self.evaluate_critic(micros)
             clock.lap("values")
-        if config.algo == "sapo":
-            set_them = set_targets_by_critic if self.critic else set_targets
-        else:
-            set_them = set_token_targets if config.algo == "ppo" else set_group_targets
+        by_critic = {"sapo": set_targets_by_critic, "ppo": set_token_targets}
+        set_them = by_critic[config.algo] if self.critic else set_targets if config.algo == "sapo" else set_group_targets
         return set_them(micros, config, self.lm.device), sampler_off  # lines 4 and 5
 
     @torch.no_grad()
@@ -656,13 +660,13 @@ def train(lm, pool, config, log):
         clock = Clock(pool)
         games = pick_tasks(ids, config, iteration)
         mine = range(rank(), len(games), world())
-        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, 0), trajs=mine,
+        turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, iteration, ROLLOUT), trajs=mine,
                         **playing(config))  # line 2  # SAPO: one trajectory per task
         clock.lap("rollout")
         pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()] if iteration + 1 < config.iterations else [])
         batches = mini_batches(turns, config, iteration)
         micros = [m for mini in batches for m in mini]
-        values, sampler_off = learner.judge(micros, config, clock)  # lines 3 to 5
+        values, sampler_off = learner.set_advantages(micros, config, clock)  # lines 3 to 5
         with uninterrupted() as asked:  # or a checkpoint would be neither of this iteration nor of the next
             steps, failed = learner.learn(batches, config, clock, iteration, step, failed)  # lines 6 and 7
             step += len(steps)
@@ -942,19 +946,15 @@ def imitate(lm, pool, config):
     for step in bar:
         context = contexts[step % len(contexts)]
         while sum(len(spans) for _, spans in stock[context]) < 4 * config.warmup_batch:
-            rng = np.random.default_rng([config.seed, step, len(stock[context]), 3])
+            rng = np.random.default_rng([config.seed, step, len(stock[context]), DEMONSTRATIONS])
             stock[context] += demonstrations(lm, pool, [practice[i] for i in rng.choice(len(practice), 32)], step, context, config)
             rng.shuffle(stock[context])
         batch = []
         while sum(len(spans) for _, spans in batch) < config.warmup_batch:
             batch.append(stock[context].pop())
         said = sum(end - start for _, spans in batch for start, end in spans)
-        optimizer.zero_grad(set_to_none=True)
-        for group in micro_batches(batch, config.tokens_per_micro_batch)[rank()::world()]:
-            (imitation_loss(lm, make_batch(group).to(lm.device), config.warmup_text) / said).backward()
-        sum_gradients(lm.model)
-        torch.nn.utils.clip_grad_norm_(lm.model.parameters(), config.grad_clip)
-        optimizer.step()
+        micros = [make_batch(group).to(lm.device) for group in micro_batches(batch, config.tokens_per_micro_batch)[rank()::world()]]
+        take_step(lm.model, optimizer, micros, lambda m: (imitation_loss(lm, m, config.warmup_text) / said, {}), config)
         schedule.step()
         if (step + 1) % 200 == 0:
             shares = [probe_admissible(lm, pool, probe, context, step, config) for context in contexts]
@@ -966,7 +966,7 @@ def imitate(lm, pool, config):
 def probe_admissible(lm, pool, games, context, step, config):
     """The share of admissible actions among those sampled in `games`, which are split over the ranks."""
     sampler, mine = sampler_for(lm, dataclasses.replace(config, context=context)), range(rank(), len(games), world())
-    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, 4), trajs=mine, **playing(config))
+    turns = rollout(sampler, [games[i] for i in mine], pool, seed=(config.seed, step, PROBE), trajs=mine, **playing(config))
     return float(np.mean(gather([t.admissible for t in turns])))
 
 
@@ -1295,7 +1295,7 @@ def one_iteration(learner, config, turns, n, clock):
     """Lines 3 to 7 on given turns. -> (their micro-batches, how far the sampler's log-probs were from the pass's, seconds by phase)."""
     batches = mini_batches(turns, config, n)
     micros = [m for b in batches for m in b]
-    _, sampler_off = learner.judge(micros, config, clock)
+    _, sampler_off = learner.set_advantages(micros, config, clock)
     learner.learn(batches, config, clock)
     return micros, sampler_off, clock.laps
 
