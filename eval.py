@@ -415,7 +415,8 @@ def smooth(curve, reach=2):
 
 
 def plot(folders, path):
-    """Runs that differ in nothing but their seed share a colour: each of them thin; thick the mean over seeds and five iterations."""
+    """Runs that differ in nothing but their seed share a colour: each of them thin; thick the mean over seeds (of the KL, whose outliers are
+    orders of magnitude away, the median) and five iterations."""
     plt, groups = pyplot(), by_setting(folders, read_run)
     names = labels([runs[0][0] for runs in groups])
     fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
@@ -431,7 +432,7 @@ def plot(folders, path):
                 ax.plot(range(1, len(curve) + 1), curve, color=f"C{n}", linewidth=0.8, alpha=1 if len(runs) == 1 else 0.4 if len(groups) < 4 else 0.1)
             if len(runs) > 1:
                 shortest = min(map(len, curves))
-                ax.plot(range(1, shortest + 1), smooth(np.mean([c[:shortest] for c in curves], 0)), color=f"C{n}", linewidth=2.4, label=label)
+                ax.plot(range(1, shortest + 1), smooth((np.median if key == "kl" else np.mean)([c[:shortest] for c in curves], 0)), color=f"C{n}", linewidth=2.4, label=label)
             else:
                 ax.lines[-1].set_label(label)
     places = {f"{c['model']} on {c['env']}" for (c, _), *_ in groups}
