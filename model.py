@@ -59,11 +59,13 @@ def entropy(logp, value_ids):
 @dataclass
 class Batch:
     """Padded sequences. ids (B, T) tokens; length (B,); owner (B, T) which turn of the batch chose the token, -1 where none did
-    (context, padding, forced tokens); for each turn its sequence, start and end, (N,) each."""
+    (context, padding, forced tokens); b, t (M,) where those tokens are; for each turn its sequence, start and end, (N,) each."""
 
     ids: torch.Tensor
     length: torch.Tensor
     owner: torch.Tensor
+    b: torch.Tensor  # kept, not found anew: a GPU would be waited for
+    t: torch.Tensor
     seq: torch.Tensor
     start: torch.Tensor
     end: torch.Tensor
@@ -90,7 +92,7 @@ def make_batch(samples):
         if not 0 < start < end <= len(samples[b][0]):
             raise ValueError(f"a turn needs context before it and a response in it, got the span {start}:{end}")
         owner[b, start:end] = n
-    return Batch(ids, torch.tensor([len(s[0]) for s in samples]), owner, *torch.tensor(turns).reshape(-1, 3).unbind(1))
+    return Batch(ids, torch.tensor([len(s[0]) for s in samples]), owner, *(owner >= 0).nonzero(as_tuple=True), *torch.tensor(turns).reshape(-1, 3).unbind(1))
 
 
 def micro_batches(samples, budget):
@@ -103,8 +105,8 @@ def micro_batches(samples, budget):
     return groups
 
 
-# transformers makes no mask for a name of our own. Compiled, it would make one for "sdpa" even where none is needed, and a mask costs
-# flash attention.
+# transformers makes no mask for a name of our own. For "sdpa" it would look at the positions first, which waits for the GPU, and compiled
+# it would make one even where none is needed, which costs flash attention.
 AttentionInterface.register("causal", sdpa_attention_forward)
 
 
@@ -118,17 +120,24 @@ def attention(model, name):
         model.config._attn_implementation = before
 
 
+def all_full(body):
+    """Whether every layer of a model's body looks at all that came before."""
+    layers = getattr(body.config, "layer_types", None) or (["sliding"] if getattr(body.config, "sliding_window", None) else [])
+    return not set(layers) - {"full_attention"}
+
+
+def hidden_states(body, run, ids):
+    """(B, T) sequences, padded on the right -> (B, T, D), without a mask where none is needed. `run`: the body itself, or compiled."""
+    maskless = body.config._attn_implementation == "sdpa" and all_full(body)
+    with attention(body, "causal") if maskless else contextlib.nullcontext():
+        return run(input_ids=ids, use_cache=False).last_hidden_state
+
+
 def compiled_body(body):
     """The body of a model, compiled for batches of every shape. ValueError where a layer looks at less than all that came before."""
-    if set(getattr(body.config, "layer_types", None) or ()) - {"full_attention"}:
+    if not all_full(body):
         raise ValueError(f"--compile needs plain full attention; {type(body).__name__} has other layers")
-    run = torch.compile(body, dynamic=True)
-
-    def forward(**inputs):
-        with attention(body, "causal"):
-            return run(**inputs)
-
-    return forward
+    return torch.compile(body, dynamic=True)
 
 
 @dataclass
@@ -153,7 +162,7 @@ class ActorCritic:
         return torch.tensor(self.value_ids, device=self.device)
 
     @functools.cached_property
-    def scoring_body(self):
+    def run(self):
         return compiled_body(self.model.base_model) if self.compile else self.model.base_model
 
     @property
@@ -203,8 +212,8 @@ class ActorCritic:
 
         Logits are made of response positions alone, a chunk of them at a time, and made again in the backward pass: never is
         there more than a chunk of them, however large the batch."""
-        hidden = self.scoring_body(input_ids=batch.ids, use_cache=False).last_hidden_state
-        b, t = batch.mask.nonzero(as_tuple=True)  # (M,): each response token is predicted by the position before it
+        hidden = hidden_states(self.model.base_model, self.run, batch.ids)
+        b, t = batch.b, batch.t  # (M,): each response token is predicted by the position before it
         chunks = list(zip(hidden[b, t - 1].split(self.chunk), batch.ids[b, t].split(self.chunk)))
         again = len(chunks) > 1 and torch.is_grad_enabled()
         parts = [checkpoint(self.token_scores, *c, temperature, use_reentrant=False, preserve_rng_state=False) if again
@@ -238,9 +247,8 @@ class Critic(torch.nn.Module):
 
     def forward(self, batch):
         """Batch -> (B, T): V over R_max before each response token, 0 elsewhere."""
-        b, t = batch.mask.nonzero(as_tuple=True)
-        hidden = self.run(input_ids=batch.ids, use_cache=False).last_hidden_state[b, t - 1].float()
-        return hidden.new_zeros(batch.ids.shape).index_put((b, t), self.head(hidden)[:, 0])
+        hidden = hidden_states(self.body, self.run, batch.ids)[batch.b, batch.t - 1].float()
+        return hidden.new_zeros(batch.ids.shape).index_put((batch.b, batch.t), self.head(hidden)[:, 0])
 
 
 class Chat:

@@ -127,8 +127,8 @@ class KVCache:
 
     def update(self, k, v, layer_idx, *args, **kwargs):
         """Called by every attention layer: the new k, v (R, H', T, D) -> all that may be looked at."""
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        keys.transpose(1, 2)[self.write], values.transpose(1, 2)[self.write] = k.transpose(1, 2), v.transpose(1, 2)
+        keys, values, (row, at) = self.keys[layer_idx], self.values[layer_idx], self.write
+        keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)  # not into a transposed view: compiled, it would copy the cache
         if self.read is None:
             return k, v
         some = slice(self.read) if isinstance(self.read, int) else self.read

@@ -102,9 +102,12 @@ def policy_loss(logp, logp_old, adv, mask, *, clip, denom=None):
     adv = torch.where(mask, adv, 0.0)
     free, held = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
     loss = -torch.minimum(free, held).sum() / denom  # Eq. 9
-    info = {"ratio_max": torch.where(mask, ratio, 0.0).amax() if mask.any() else ratio.new_zeros(()),
-            "clip_fraction": (held < free).sum() / denom}
+    info = {"ratio_max": largest(torch.where(mask, ratio, 0.0)), "clip_fraction": (held < free).sum() / denom}
     return loss, {k: x.detach() for k, x in info.items()}
+
+
+def largest(x):  # of numbers >= 0; of none of them 0
+    return x.amax() if x.numel() else x.new_zeros(())
 
 
 def value_loss(p, p_old, y, *, clip, valid=None, denom=None):
@@ -152,7 +155,7 @@ def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, mask, p_v_old
     loss = loss_policy + c_v * loss_v + c_q * loss_q + beta * kl - c_h * h  # Eq. 12  # SAPO: one loss, one model
     parts = {"loss": loss, "loss_policy": loss_policy, "loss_v": loss_v, "loss_q": loss_q, "kl": kl, "entropy": h}
     info |= {"v_" + k: x for k, x in info_v.items()} | {"q_" + k: x for k, x in info_q.items()}
-    parts["kl_max"] = k3(logp.detach(), logp_ref, mask).amax() if mask.any() else kl  # heavy-tailed: the mean alone can look harmless
+    parts["kl_max"] = largest(k3(logp.detach(), logp_ref, mask))  # heavy-tailed: the mean alone can look harmless
     return loss, info | {k: x.detach() for k, x in parts.items()}
 
 

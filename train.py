@@ -334,12 +334,12 @@ def evaluate_old(lm, micros, old="recompute"):
     for n, m in enumerate(micros):
         m.batch = m.batch.to(lm.device)
         sampled = torch.zeros(m.batch.ids.shape, device=lm.device)
-        sampled[m.batch.mask] = column((x for t in m.turns for x in t.logp), lm.device)
+        sampled[m.batch.b, m.batch.t] = column((x for t in m.turns for x in t.logp), lm.device)
         m.logp_old = sampled
         m.p_v_old, m.p_q_old = column((t.v for t in m.turns), lm.device) / lm.r_max, column((t.q for t in m.turns), lm.device) / lm.r_max
         if old == "recompute" or n == len(micros) // 2:  # in the middle: micro-batches are sorted by length
             logp, m.entropy, p_v, p_q = lm.score(m.batch)  # SAPO: no second model is run
-            off.append((logp - sampled)[m.batch.mask].abs())
+            off.append((logp - sampled)[m.batch.b, m.batch.t].abs())
             if old == "recompute":
                 m.logp_old, m.p_v_old, m.p_q_old = logp, p_v, p_q
     sums = gather([(x.sum().item(), len(x)) for x in off])  # not sooner: every look waits for the GPU
@@ -387,7 +387,7 @@ def denominator(n):
 
 def update(lm, optimizer, micros, config):
     """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers."""
-    tokens, turns = denominator(sum(m.batch.mask.sum().item() for m in micros)), denominator(sum(len(m.turns) for m in micros))
+    tokens, turns = denominator(sum(len(m.batch.b) for m in micros)), denominator(sum(len(m.turns) for m in micros))
 
     def joint_loss(m):
         logp, entropy, p_v, p_q = lm.score(m.batch)
@@ -445,7 +445,7 @@ def set_token_targets(micros, config, device):
     adv = target = v = returns = torch.zeros(0, device=device)  # of a rank that has no turn
     if micros:
         lengths = [len(t.action_ids) for m in micros for t in m.turns]
-        table = pad_sequence(torch.cat([m.value[m.batch.mask] for m in micros]).split(lengths), batch_first=True)  # a row for each turn, (N, T)
+        table = pad_sequence(torch.cat([m.value[m.batch.b, m.batch.t] for m in micros]).split(lengths), batch_first=True)  # a row for each turn, (N, T)
         on = torch.arange(table.shape[1], device=device) < column(lengths, device)[:, None]
         returns, charge = (torch.cat([getattr(m, x) for m in micros]).float() for x in ("score", "charge"))
         adv, target = (x[on] for x in token_gae(table, on, (returns - charge) / config.r_max))
@@ -476,7 +476,7 @@ def set_group_targets(micros, config, device):
     for m in micros:
         h = torch.zeros(len(m.turns), device=device)
         if config.algo == "empg":  # a turn's entropy is the mean over its tokens
-            h = h.index_add(0, m.batch.owner[m.batch.mask], m.entropy[m.batch.mask]) / (m.batch.end - m.batch.start)
+            h = h.index_add(0, m.batch.owner[m.batch.b, m.batch.t], m.entropy[m.batch.b, m.batch.t]) / (m.batch.end - m.batch.start)
         state = envs.keys_of([t.seen for t in m.turns]).view(np.int64).tolist()  # the same number for the same observation
         mine += [(t.traj, t.turn, *rest) for t, *rest in zip(m.turns, state, [t.reward for t in m.turns], m.score.tolist(), h.tolist())]
     first, rows = sum(gather([len(mine)])[:rank()]), gather(mine)
@@ -1239,7 +1239,8 @@ def bench(argv):
     parser.add_argument("--ppo", action="store_true", help="PPO with its critic beside it, on the same trajectories")
     size, rest = parser.parse_known_args(argv)
     config = parse_config([*rest, "--max_new", str(4 * size.response)])
-    check_memory(config, print)
+    rival = dataclasses.replace(config, algo="ppo", critic="separate", c_v=0.0, c_q=0.0)
+    check_memory(rival if size.ppo else config, print)
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed, words=envs.words(), random_weights=config.model != "tiny")
     lm.compile = config.compile
     if config.checkpointing:
@@ -1249,7 +1250,6 @@ def bench(argv):
     sampler, learner, cuda = sampler_for(talker, config), make_learner(lm, config), torch.cuda.is_available()
     algos = {config.algo: (learner, config)}
     if size.ppo and config.algo != "ppo":  # the same policy, optimizer and reference: what PPO does beside them is what it costs
-        rival = dataclasses.replace(config, algo="ppo", critic="separate", c_v=0.0, c_q=0.0)
         critic = Critic(lm)
         algos["ppo"] = dataclasses.replace(learner, critic=critic, critic_optimizer=optimizer_for(critic, rival)), rival
     laps, sampler_off, pool = {algo: [] for algo in algos}, [], envs.Pool("house")
@@ -1304,13 +1304,13 @@ def compare_updates(lm, turns, config):
     """Forward and backward: response positions in chunks beside all logits; sorted, budgeted micro-batches beside batches padded alike."""
     samples = make_samples(turns, config.context)[:256]
     longest = max(len(s[0]) for s in samples)
-    some = make_batch(samples[:max(1, min(len(samples), config.tokens_per_micro_batch // longest))]).to(lm.device)
+    some = make_batch(samples[:max(1, min(8192, config.tokens_per_micro_batch) // longest)]).to(lm.device)  # all logits of more would not fit
 
     def chunked(batch):
         return lm.score(batch)[0].sum()
 
     def all_logits(batch):
-        b, t = batch.mask.nonzero(as_tuple=True)
+        b, t = batch.b, batch.t
         logp = restricted_log_softmax(lm.model(input_ids=batch.ids, use_cache=False).logits.float(), lm.value_index)
         return logp[b, t - 1].gather(1, batch.ids[b, t][:, None]).sum()
 
