@@ -24,6 +24,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -318,9 +319,12 @@ NAMES = {"sapo": "SAPO", "ppo": "PPO", "grpo": "GRPO", "rloo": "RLOO", "gigpo": 
 
 
 def labels(configs):
-    """A name for each setting: the method, and whatever else the settings do not have in common."""
+    """A name for each setting: the method, and whatever else it does not have in common with most of the settings."""
     named = NO_SETTING | {"algo", "critic", "without_std", "c_v", "c_q", "group"}
-    differing = [k for k in dict.fromkeys(k for c in configs for k in c) if k not in named and len({json.dumps(c.get(k)) for c in configs}) > 1]
+    common = {}  # of each other key the value that goes without saying, if there is one
+    for k in dict.fromkeys(k for c in configs for k in c if k not in named):
+        value, count = Counter(json.dumps(c.get(k)) for c in configs).most_common(1)[0]
+        common[k] = value if 2 * count > len(configs) else None
     out = []
     for c in configs:
         parts = [NAMES[c.get("algo", "sapo")] + (" without std" if c.get("without_std") else "")]
@@ -333,7 +337,7 @@ def labels(configs):
         usual = 8 if c.get("algo") in GROUPED else 1
         if c.get("group", usual) != usual:
             parts.append(f"groups of {c['group']}")
-        out.append(", ".join(parts + [f"{k} {c.get(k)}" for k in differing]))
+        out.append(", ".join(parts + [f"{k} {c.get(k)}" for k, value in common.items() if json.dumps(c.get(k)) != value]))
     return out
 
 

@@ -2701,13 +2701,14 @@ def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
     kinds = [base, base | {"norm": "token"}, base | {"c_v": 0.1}, base | {"c_v": 0}, base | {"c_q": 0}, base | {"c_v": 0, "c_q": 0}, base | {"group": 8},
              base | {"critic": "separate", "c_v": 0, "c_q": 0}, base | {"algo": "gigpo", "c_v": 0, "c_q": 0, "group": 8}]
     assert len(set(evaluation.labels(kinds))) == len(kinds)
+    assert evaluation.labels([base | {"lam": 0.9}, base | {"lam": 1}]) == ["SAPO, lam 0.9", "SAPO, lam 1"]  # neither goes without saying
     run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn")
     said = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
     assert rows[0][:4] == ["method", "seeds", "Pick", "Look"] and rows[0][-4:] == ["All", "seconds", "M tokens", "GB"] and "left out" in said.err
     assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
-    assert rows[3] == ["SAPO, lam 0.95", "2", "85.0 ± 7.1", *["–"] * 5, "85.0 ± 7.1", "30 ± 14", "2.00 ± 0.00", "1.50"]
-    assert [r[0] for r in rows[4:]] == ["PPO, lam 0.95", "SAPO, lam 0.9", "SAPO, no V, no Q, lam 0.95", "GiGPO without std, lam 0.95"] and rows[4][2] == "50.0"
+    assert rows[3] == ["SAPO", "2", "85.0 ± 7.1", *["–"] * 5, "85.0 ± 7.1", "30 ± 14", "2.00 ± 0.00", "1.50"]
+    assert [r[0] for r in rows[4:]] == ["PPO", "SAPO, lam 0.9", "SAPO, no V, no Q", "GiGPO without std"] and rows[4][2] == "50.0"
     run_main(evaluation, monkeypatch, "--table", a_run(tmp_path / "s", 0.25, 9, env="webshop"))
     assert "| method | seeds | Score | Success | seconds" in (out := capsys.readouterr().out) and "| SAPO | 1 | 25.0 | 25.0 | 18 |" in out
     warm = tmp_path / "a" / "eval.json"  # evaluated at temperature 1 as well
