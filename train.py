@@ -611,8 +611,7 @@ class Learner:
         if self.critic:
             self.evaluate_critic(micros)
             clock.lap("values")
-        by_critic = {"sapo": set_targets_by_critic, "ppo": set_token_targets}
-        set_them = by_critic[config.algo] if self.critic else set_targets if config.algo == "sapo" else set_group_targets
+        set_them = {"sapo": set_targets_by_critic if self.critic else set_targets, "ppo": set_token_targets}.get(config.algo, set_group_targets)
         return set_them(micros, config, self.lm.device), sampler_off  # lines 4 and 5
 
     @torch.no_grad()
