@@ -122,8 +122,8 @@ def attention(model, name):
 
 def all_full(body):
     """Whether every layer of a model's body looks at all that came before."""
-    layers = getattr(body.config, "layer_types", None) or (["sliding"] if getattr(body.config, "sliding_window", None) else [])
-    return not set(layers) - {"full_attention"}
+    layers = getattr(body.config, "layer_types", None)
+    return set(layers) == {"full_attention"} if layers else not getattr(body.config, "sliding_window", None)
 
 
 def hidden_states(body, run, ids):

@@ -380,14 +380,14 @@ def everyone():
     return dist.group.WORLD if world() > 1 else None
 
 
-def denominator(n):
-    """A count on this rank -> on all of them together, at least 1."""
-    return max(1, sum(gather([n])))
+def denominators(*counts):
+    """Counts on this rank -> on all of them together, at least 1 each."""
+    return [max(1, sum(n)) for n in zip(*gather([counts]))]
 
 
 def update(lm, optimizer, micros, config):
     """Lines 6 and 7: one joint forward and one step on a mini-batch. -> its numbers."""
-    tokens, turns = denominator(sum(len(m.batch.b) for m in micros)), denominator(sum(len(m.turns) for m in micros))
+    tokens, turns = denominators(sum(len(m.batch.b) for m in micros), sum(len(m.turns) for m in micros))
 
     def joint_loss(m):
         logp, entropy, p_v, p_q = lm.score(m.batch)
@@ -501,7 +501,7 @@ def set_group_targets(micros, config, device):
 
 def update_critic(critic, optimizer, micros, config):
     """One step of the separate critic on a mini-batch, beside `update`. -> its numbers."""
-    count = denominator(sum(m.value_mask.sum().item() for m in micros))
+    count, = denominators(sum(m.value_mask.sum().item() for m in micros))
 
     def regression(m):
         now, old, target = (x[m.value_mask] for x in (critic(m.batch), m.value, m.value_target))
