@@ -483,6 +483,10 @@ def hurried():
             gc.enable()
 
 
+def travels(command):
+    return command.startswith("go to ")
+
+
 class AlfWorld:
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are the engine's own; `stock`
@@ -534,9 +538,14 @@ class AlfWorld:
         return state.feedback, REWARD * state.won, bool(state.won), truncated, self.info(state)
 
     def expert(self):
-        """What is left of the game's walkthrough; None once another command has been given."""
-        n = len(self.played)
-        return self.walkthrough[n:] or None if self.played == self.walkthrough[:n] else None
+        """What is left of the game's walkthrough, which forgives detours on the way to a place; None once any other command has been given."""
+        left = list(self.walkthrough)
+        for action in self.played:
+            if left and action == left[0]:
+                left.pop(0)
+            elif not (left and travels(left[0]) and travels(action)):
+                return None
+        return left or None
 
 
 # --------------------------------------------------------------------------------------------------------- webshop
@@ -1283,10 +1292,17 @@ def words():
     return phrases(), nouns()
 
 
+def detours(env, label, admissible):
+    """Commands from which the expert finds back: in the house all, in alfworld to other places where it wants to go to one, in the shop none."""
+    if isinstance(env, AlfWorld):
+        return [command for command in admissible if travels(command)] if travels(label) else []
+    return admissible if isinstance(env, House) else []
+
+
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     """An episode of the expert: a list of (obs, info, thought, label, executed). In the house, `forget` is the share of episodes
-    played by the forgetful demonstrator (over soon after its failure), `noise` the share of steps at which a random
-    command is executed in place of the label, so that mistakes and the way out of them are seen too."""
+    played by the forgetful demonstrator (over soon after its failure). `noise` is the share of steps at which a random one of the
+    `detours` is executed in place of the label, so that mistakes and the way out of them are seen too: in alfworld, places where the thing is not."""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
@@ -1296,8 +1312,8 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
             return turns
         thought, label = plan[0]
         idle = forgetful and ["done"] * 2 == [t[2] for t in turns[-2:]]
-        slips = isinstance(env, House) and rng.random() < noise  # elsewhere the expert cannot find back
-        executed = rng.choice(info["admissible"]) if slips else label
+        others = detours(env, label, info["admissible"])
+        executed = rng.choice(others) if others and rng.random() < noise else label
         turns.append((obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
         if terminated or truncated or idle:

@@ -886,6 +886,31 @@ def test_a_small_game_in_the_real_engine(small_game):
         env.reset(TRIAL[:-1] + "2")
 
 
+@needs_package
+def test_the_walkthrough_forgives_detours_and_a_demonstration_makes_some(small_game):
+    env = make_env("alfworld", data=small_game)
+    _, info = env.reset(TRIAL)
+    plan = env.expert()
+    for places in (["go to desk 1"], ["go to desk 1", "go to bed 1"]):  # the second way ends where the walkthrough begins
+        env.reset(TRIAL)
+        for place in places:
+            env.step(place)
+        assert env.expert() == plan[plan[0] == places[-1]:]
+        obey(env, TRIAL, env.expert()[:2])
+    env.reset(TRIAL)
+    env.step("go to bed 1")
+    env.step("go to desk 1")  # the mug was to be taken
+    assert env.expert() is None
+    seen = set()
+    for seed in range(20):
+        turns = demonstrate(env, TRIAL, seed, noise=0.5)
+        detours = [(label, executed) for *_, label, executed in turns if label != executed]
+        assert all(a.startswith("go to ") and b.startswith("go to ") and b in info["admissible"] for a, b in detours)
+        assert [label for *_, label, executed in turns if label == executed] == plan
+        seen.add(len(detours))
+    assert seen == {0, 1} and len(demonstrate(env, TRIAL, 0)) == len(plan)  # of two places only the other can be gone to
+
+
 def by_textworld(path, commands):
     """What TextWorld itself answers, asked directly: observation, admissible commands, won."""
     import textworld

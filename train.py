@@ -122,7 +122,7 @@ class Config:
     warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
     warmup_until: float = 0.98  # ... and no more once this share of sampled actions is admissible
     forget: float = 0.8  # share of demonstrations by the forgetful demonstrator (house)
-    noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house)
+    noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house; alfworld: of those to a place)
 
     eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); --tasks if that is below 64
     eval_temperature: float = 0.4  # of the games before and after
