@@ -364,6 +364,10 @@ class House:
             return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
         return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
 
+    def detours(self, label, admissible):
+        """Commands that may be given in place of the label: from all of them it finds back."""
+        return admissible
+
     def expert(self):
         """Commands that win from here, found by playing `advice` on a copy; None once the game is won or hopeless."""
         twin = House.__new__(House)
@@ -537,6 +541,7 @@ class AlfWorld:
         truncated = len(self.played) >= self.horizon and not state.won
         return state.feedback, REWARD * state.won, bool(state.won), truncated, self.info(state)
 
+    # ---- the demonstrator
     def expert(self):
         """What is left of the game's walkthrough, which forgives detours on the way to a place; None once any other command has been given."""
         left = list(self.walkthrough)
@@ -546,6 +551,16 @@ class AlfWorld:
             elif not (left and travels(left[0]) and travels(action)):
                 return None
         return left or None
+
+    def advice(self, forgetful=False):
+        """(thought, next command) of the walkthrough, None where it has ended. The thought is what it is about to do when it gets there: "heat egg"."""
+        plan = self.expert()
+        aim = next((c for c in plan or [] if not travels(c) and not c.startswith("open ")), "")
+        return plan and (" ".join(aim.split()[:2]), plan[0])
+
+    def detours(self, label, admissible):
+        """Other places, where it wants to go to one: all that the walkthrough forgives. They show rooms in which the thing is not."""
+        return [command for command in admissible if travels(command)] if travels(label) else []
 
 
 # --------------------------------------------------------------------------------------------------------- webshop
@@ -1200,6 +1215,14 @@ class WebShop:
         buy = [f"click[{value}]" for name, value in options.items() if have.get(name) != value] + ["click[buy now]"]
         return None if way is None else way + buy
 
+    def advice(self, forgetful=False):
+        """(no thought, next command) of the expert."""
+        plan = self.expert()
+        return plan and ("", plan[0])
+
+    def detours(self, label, admissible):
+        return []  # not every page lets it go on
+
     def choices(self):
         """{option: value} of the goal's product: the values that are asked for, or are most like it."""
         out = {}
@@ -1292,27 +1315,20 @@ def words():
     return phrases(), nouns()
 
 
-def detours(env, label, admissible):
-    """Commands from which the expert finds back: in the house all, in alfworld to other places where it wants to go to one, in the shop none."""
-    if isinstance(env, AlfWorld):
-        return [command for command in admissible if travels(command)] if travels(label) else []
-    return admissible if isinstance(env, House) else []
-
-
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     """An episode of the expert: a list of (obs, info, thought, label, executed). In the house, `forget` is the share of episodes
     played by the forgetful demonstrator (over soon after its failure). `noise` is the share of steps at which a random one of the
-    `detours` is executed in place of the label, so that mistakes and the way out of them are seen too: in alfworld, places where the thing is not."""
+    env's `detours` is executed in place of the label, so that mistakes and the way out of them are seen too."""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
     while True:
-        plan = [env.advice(forgetful)] if isinstance(env, House) else [("", c) for c in env.expert() or []]
-        if not plan:
+        advice = env.advice(forgetful)
+        if advice is None:
             return turns
-        thought, label = plan[0]
+        thought, label = advice
         idle = forgetful and ["done"] * 2 == [t[2] for t in turns[-2:]]
-        others = detours(env, label, info["admissible"])
+        others = env.detours(label, info["admissible"])
         executed = rng.choice(others) if others and rng.random() < noise else label
         turns.append((obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)

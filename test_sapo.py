@@ -906,6 +906,7 @@ def test_the_walkthrough_forgives_detours_and_a_demonstration_makes_some(small_g
         turns = demonstrate(env, TRIAL, seed, noise=0.5)
         detours = [(label, executed) for *_, label, executed in turns if label != executed]
         assert all(a.startswith("go to ") and b.startswith("go to ") and b in info["admissible"] for a, b in detours)
+        assert {thought for _, _, thought, label, _ in turns[:len(detours) + 2]} == {"take mug"} and turns[-1][2] == "move mug"
         assert [label for *_, label, executed in turns if label == executed] == plan
         seen.add(len(detours))
     assert seen == {0, 1} and len(demonstrate(env, TRIAL, 0)) == len(plan)  # of two places only the other can be gone to
