@@ -487,6 +487,14 @@ def hurried():
             gc.enable()
 
 
+def forget_facts(most=50_000):
+    """TextWorld remembers every fact of every game it has ever loaded, nearly a megabyte a game. Facts are compared by value: games that are
+    being played do without them."""
+    from mementos.core import _memento_cache
+    if shortcuts() and len(_memento_cache) > most:
+        _memento_cache.clear()
+
+
 def travels(command):
     return command.startswith("go to ")
 
@@ -516,6 +524,7 @@ class AlfWorld:
         path = os.path.join(self.root, task.removesuffix("/game.tw-pddl"), "game.tw-pddl")
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
+        forget_facts()
         with self.engine():
             if self.game is None:
                 wanted = textworld.EnvInfos(won=True, admissible_commands=True)

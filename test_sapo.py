@@ -912,6 +912,23 @@ def test_the_walkthrough_forgives_detours_and_a_demonstration_makes_some(small_g
     assert seen == {0, 1} and len(demonstrate(env, TRIAL, 0)) == len(plan)  # of two places only the other can be gone to
 
 
+@needs_package
+def test_facts_of_games_gone_by_are_forgotten_and_nobody_notices(small_game):
+    if not envs.shortcuts():
+        pytest.skip("for TextWorld 1.7.0 alone")
+    from mementos.core import _memento_cache as facts
+    plan = ["go to bed 1", "take mug 1 from bed 1", "go to desk 1", "move mug 1 to desk 1"]
+    env = make_env("alfworld", data=small_game)
+    undisturbed = obey(env, TRIAL, plan)
+    first = len(facts)
+    env.reset(TRIAL)
+    assert 0 < first == len(facts)  # few enough are kept
+    answers = [env.step(command) for command in plan[:2]]
+    envs.forget_facts(most=first - 1)  # in the middle of a game, as when another of the same worker is loaded
+    assert len(facts) == 0
+    assert answers + [env.step(command) for command in plan[2:]] == undisturbed
+
+
 def by_textworld(path, commands):
     """What TextWorld itself answers, asked directly: observation, admissible commands, won."""
     import textworld

@@ -1071,7 +1071,7 @@ def prepare(config, pool, say):
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     if rank() == 0:
         begin_folder(config, say)
-    if not config.resume:
+    if config.iterations and not config.resume:
         pool.load(pick_tasks(games, config, 0)[rank()::world()])
     return lm
 
