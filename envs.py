@@ -490,9 +490,10 @@ def hurried():
 def forget_facts(most=50_000):
     """TextWorld remembers every fact of every game it has ever loaded, nearly a megabyte a game. Facts are compared by value: games that are
     being played do without them."""
-    from mementos.core import _memento_cache
-    if shortcuts() and len(_memento_cache) > most:
-        _memento_cache.clear()
+    if shortcuts():  # of a TextWorld that is known
+        from mementos.core import _memento_cache
+        if len(_memento_cache) > most:
+            _memento_cache.clear()
 
 
 def travels(command):
@@ -1314,8 +1315,9 @@ def phrases():
 
 
 def nouns():
-    """Everything that has a name in a house, with and without its number."""
+    """Everything that has a name in a house, with and without its number, and what else alfworld's have."""
     some = list(OBJECTS) + PLACES + list(APPLIANCES.values()) + [kind(LAMP)]
+    some += "bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper toiletpaperhanger tvstand wateringcan".split()
     return some + [f"{n} {i}" for n in some for i in (1, 2, 3, 4)]
 
 

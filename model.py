@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -439,17 +439,19 @@ def readout_at_start(lm, prompts):
 
 
 def tiny_tokenizer(phrases, nouns):
-    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is one token, an unknown word
-    is spelled in letters, so that every ASCII string can be encoded. White space, commas, quotes and the like only separate
-    words and are forgotten, as are articles: half as many tokens to read."""
+    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is one token, an unknown word or
+    number is spelled, so that every ASCII string can be encoded and every command be said. White space, commas, quotes, brackets
+    and the like only separate words and are forgotten, as are articles: half as many tokens to read."""
     fixed = sorted(phrases, key=len, reverse=True)
     edge = lambda p: (r"(?<![A-Za-z])" if p[0].isalpha() else "") + re.escape(p) + (r"(?![A-Za-z])" if p[-1].isalpha() else "")
     word = r"(?<![A-Za-z])(?!(?:a|an|and|the)(?![A-Za-z]))[A-Za-z]+"
     pattern = "|".join([*map(edge, fixed), r"[A-Za-z]+ \d+", word, r"\d+", r"[^\s\w.,:;'\"\[\]]"])
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     letters = [chr(c) for c in range(32, 127)]
-    vocab = {w: i for i, w in enumerate(dict.fromkeys(control + letters + sorted(nouns) + sorted(fixed) + [str(n) for n in range(100)]))}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<|unknown|>", continuing_subword_prefix="", max_input_chars_per_word=10 ** 6))
+    spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in range(100)]  # ## goes on with a word: "cabinet" "## 12"
+    vocab = {w: i for i, w in enumerate(dict.fromkeys(control + spelled + sorted(nouns) + sorted(fixed) + [str(n) for n in range(100)]))}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<|unknown|>", continuing_subword_prefix="##", max_input_chars_per_word=10 ** 6))
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
     tokenizer.add_special_tokens([AddedToken(c, special=True) for c in control])
     template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"

@@ -1938,6 +1938,8 @@ def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
     text = "take apple 1 from cabinet 12 </action> Zebra #7 é 😀 \n <|end|>x"
     ids = lm.tokenizer(text, add_special_tokens=False).input_ids
     assert lm.tokenizer.convert_ids_to_tokens(ids)[:3] == ["take", "apple 1", "from"]
+    for said in ("<think> take zebra </think> <action> take zebra 12 from cabinet 37 </action>", "go to toiletpaperhanger 1"):
+        assert lm.text(lm.tokenizer(said, add_special_tokens=False).input_ids) == said  # words it does not know can be said as well
     assert max(ids) < len(lm.tokenizer) and not set(ids) & set(lm.value_ids)
     lm.save(tmp_path)
     again = load(str(tmp_path))

@@ -64,7 +64,7 @@ class Config:
     model: str = "tiny"  # tiny, a hub id, a bare name such as Qwen2.5-1.5B-Instruct, or a folder
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue
     goals: str = "synthetic"  # webshop: synthetic or human
-    out: str = None  # the run's folder; default runs/ENV-MODEL-SEED
+    out: str = None  # the run's folder; default runs/ENV-MODEL-SEED, with ALGO before SEED where it is not sapo
     seed: int = 0  # of everything that is drawn
     iterations: int = 150  # of Algorithm 1
     algo: str = "sapo"  # sapo, or what it is compared with: ppo, grpo, rloo, gigpo, empg
@@ -116,7 +116,7 @@ class Config:
     moments: str = "float32"  # AdamW's: float32 or bfloat16 (rounded at random, so that small changes are not lost)
     shard: bool = False  # several ranks: each keeps a share of the optimizer's state (ZeRO 1)
 
-    warmup: int = None  # imitation: at most so many steps; default: tiny starts from one of STARTS where there is one, all else without
+    warmup: int = None  # imitation: at most so many steps; default: tiny in the house starts from START, all else without
     warmup_lr: float = 1e-5  # its highest
     warmup_batch: int = 64  # turns a step
     warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
@@ -136,9 +136,8 @@ TINY = {"dtype": "float32", "iterations": 40, "tasks": 64, "max_new": 16, "max_p
 WEBSHOP = {"max_prompt": envs.WebShop.max_prompt, "mini_batch": 64}  # its pages are long, its episodes short
 
 
-# Where the tiny model starts. The house's was made by: python train.py --warmup 5000 --iterations 0
-# From it alfworld's: python train.py --env alfworld --model results/tiny-house --warmup 400 --iterations 0 --warmup_lr 2e-3 --noise 0.4 --max_new 40 --max_prompt 8192
-STARTS = {env: os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", f"tiny-{env}") for env in ("house", "alfworld")}
+# Where the tiny model starts in the house. Made by: python train.py --warmup 5000 --iterations 0
+START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tiny-house")
 
 
 def parse_config(argv=None):
@@ -154,8 +153,7 @@ def parse_config(argv=None):
     if given.get("resume"):
         given = stored_flags(given) | given
     model, env = given.get("model", Config.model), given.get("env", Config.env)
-    tiny = TINY | ({"max_new": 40} if env == "alfworld" else {})  # some of its words are spelled in letters
-    config = Config(**(WEBSHOP if env == "webshop" else {}) | (tiny if model == "tiny" else {}) | given)
+    config = Config(**(WEBSHOP if env == "webshop" else {}) | (TINY if model == "tiny" else {}) | given)
     defaults = {"out": default_out(given), "horizon": envs.known(env).horizon,
                 "workers": envs.default_workers(env, int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
@@ -175,8 +173,8 @@ FREE = {"iterations", "save_every", "workers", "data", "log", "out", "resume", "
 
 
 def default_out(given):
-    model = os.path.basename(given.get("model", Config.model).rstrip("/"))
-    return f"runs/{given.get('env', Config.env)}-{model}-{given.get('seed', Config.seed)}"
+    env, model, algo, seed = (given.get(name, getattr(Config, name)) for name in ("env", "model", "algo", "seed"))
+    return f"runs/{env}-{os.path.basename(model.rstrip('/'))}{'' if algo == 'sapo' else '-' + algo}-{seed}"
 
 
 def stored_flags(given):
@@ -940,7 +938,8 @@ def imitate(lm, pool, config):
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.warmup_lr, total_steps=max(100, config.warmup), pct_start=0.05,
                                                    cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **env_options(config))
-    practice, probe = ids[:-64] or ids, ids[-64:]
+    probe = evaluation.spaced(ids, 64)  # of every kind of task: they are sorted
+    practice = sorted({*ids} - {*probe}) or ids
     contexts = ("window", "full") if config.model == "tiny" else (config.context,)
     bar = tqdm(range(config.warmup), desc="imitation", disable=rank() > 0)
     stock = {context: [] for context in contexts}
@@ -1043,9 +1042,9 @@ def first_prompts(lm, pool, games):
 
 def prepare(config, pool, say):
     """Loads the model, reads it once, makes the run's folder."""
-    ready_made = STARTS.get(config.env) if config.model == "tiny" and config.warmup is None else None
-    if ready_made and not os.path.isdir(ready_made):
-        raise ValueError(f"{ready_made} is missing; --warmup 5000 makes such a start anew")
+    ready_made = config.model == "tiny" and config.env == "house" and config.warmup is None
+    if ready_made and not os.path.isdir(START):
+        raise ValueError(f"{START} is missing; --warmup 5000 makes such a start anew")
     if config.resume and rank() == 0:
         for folder in ("start", "checkpoint"):
             newest_whole(f"{config.out}/{folder}", say)
@@ -1055,7 +1054,7 @@ def prepare(config, pool, say):
     check_memory(config, say)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     imitated = f"{config.out}/start"
-    name = imitated if config.resume and is_whole(imitated) else ready_made or config.model
+    name = imitated if config.resume and is_whole(imitated) else START if ready_made else config.model
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
               device=device, seed=config.seed, words=envs.words())
     games = envs.tasks(config.env, "train", **env_options(config))
