@@ -127,6 +127,7 @@ LESSONS = "You have tried this task before and failed. What you told yourself th
 REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{trace}Observation: {obs}\n\nYou did not succeed. In a few "
            "sentences, tell yourself what went wrong and what to do differently in your next attempt.")
 TRIALS = 3  # of Reflexion
+ALL_TURNS = 8192  # tokens a prompt of ReAct or Reflexion may take, unless --max_prompt says otherwise: an episode of ALFWorld fits
 
 
 def react_prompt(episode, thoughts, lessons, start=0, template=REACT):
@@ -162,6 +163,8 @@ class Endpoint:
     is busy or broken is asked again after 1, 2, 4 ... seconds (or what Retry-After says), six times in all; ValueError then, or where the key is refused."""
 
     def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048, tries=6, wait=1.0):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
         self.url, self.at_once, self.limit, self.tries, self.wait = url.rstrip("/") + "/chat/completions", at_once, 4 * max_prompt, tries, wait
         self.body = {"model": model, "temperature": temperature, "max_tokens": max_new}
         self.headers = {"Content-Type": "application/json"}
@@ -183,7 +186,9 @@ class Endpoint:
                 with urllib.request.urlopen(urllib.request.Request(self.url, body, self.headers), timeout=300) as answer:
                     return json.load(answer)["choices"][0]["message"]["content"] or ""
             except urllib.error.HTTPError as error:
-                why = f"{error.code} {error.reason}: {error.read(300).decode(errors='replace')}"
+                why = f"{error.code} {error.reason}"
+                with contextlib.suppress(OSError, http.client.HTTPException):  # the line may break while it explains itself
+                    why += f": {error.read(300).decode(errors='replace')}"
                 if error.code in (401, 403):
                     raise ValueError(f"{self.url} refuses the key in OPENAI_API_KEY ({why})" if "Authorization" in self.headers
                                      else f"{self.url} wants a key: set OPENAI_API_KEY ({why})") from None
@@ -549,7 +554,7 @@ def setting_of(args):
     setting = run | {k: v for k, v in vars(args).items() if v is not None}
     if run["env"] != setting["env"]:
         setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
-    setting["max_prompt"] = setting.get("max_prompt") or envs.known(setting["env"]).max_prompt
+    setting["max_prompt"] = args.max_prompt or (ALL_TURNS if args.prompt != "plain" else setting.get("max_prompt") or envs.known(setting["env"]).max_prompt)
     for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
         if setting[name] < least:
             raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")

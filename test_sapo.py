@@ -2892,6 +2892,8 @@ def test_an_endpoint_is_asked_again_when_it_is_busy_and_its_refusals_are_said(en
     assert evaluation.Endpoint(url, "gpt", 0, 9)(["a", "b"], [(0, 0), (1, 0)]) == ["", ""] and "Authorization" not in requests[-1][1]
     with pytest.raises(ValueError, match="did not answer in 2 tries"):
         evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9, tries=2)(["hi"], [(0, 0)])
+    with pytest.raises(ValueError, match="begins with http://"):
+        evaluation.Endpoint("localhost:8000/v1", "gpt", 0, 9)
 
 
 def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):

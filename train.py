@@ -675,8 +675,9 @@ def train(lm, pool, config, log):
                 raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
             if (iteration + 1) % config.save_every == 0 or any(gather([bool(asked)])) or iteration + 1 == config.iterations:
                 save_checkpoint(learner, config, iteration + 1, step, failed)
-        bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game, "
-                            f"V explains {metrics['v_explained_variance']:.0%}" + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
+        bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game"
+                            + (f", V explains {metrics['v_explained_variance']:.0%}" if config.critic != "none" else "")
+                            + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
