@@ -2451,6 +2451,14 @@ def test_training_leaves_everything_it_promises_and_eval_reads_it(tmp_path, monk
     assert "Pick2" in capsys.readouterr().out
     run_main(evaluation, monkeypatch, "--plot", tmp_path / "run", tmp_path / "run", "--out", tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 5000
+    run_main(evaluation, monkeypatch, "--model", tmp_path / "run", "--limit", 6, "--out", tmp_path / "again.json")  # the final weights in the run's own setting
+    episodes, again = ([json.loads(line) for line in path.read_text().splitlines()] for path in (tmp_path / "run" / "eval.jsonl", tmp_path / "again.jsonl"))
+    after = [e for e in episodes if e["when"] == "after" and e["temperature"] == 0.4]
+    assert [(e["task"], e["responses"]) for e in again] == [(e["task"], e["responses"]) for e in after] and len(after) == 6
+    assert (tmp_path / "run" / "start").is_dir() == ("--warmup" in flags)
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    run_main(train, monkeypatch, "--tasks", 5, "--iterations", 1, "--horizon", 2, "--eval_games", 0, "--out", tmp_path / "run")
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == metrics != (tmp_path / "run" / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
