@@ -2208,6 +2208,28 @@ def test_a_slip_is_shown_with_what_should_have_been_done_or_is_not_imitated(tmp_
             assert len(samples) == (len(games) if context == "full" else sum(map(len, shown)))
 
 
+def test_the_metrics_of_an_iteration():
+    turns, sampler = play(load(train.START), "kv", "window", 1.0, max_new=16, horizon=20, games=envs.tasks("house", "train")[:24])
+    torch.manual_seed(0)
+    v, q, returns = values = torch.randn(3, len(turns))
+    steps, sampled = [{"loss": 1.0, "ratio_max": 2.0, "skipped": 0}, {"loss": 4.0, "ratio_max": 1.5, "skipped": 1}], sampler.tokens_sampled
+    line = train.summary(7, turns, values, steps, sampler, train.Clock(types.SimpleNamespace(seconds=0.0)), envs.CATEGORIES)
+    share = lambda some, of: sum(some) / len(of)
+    ends = [t for t in turns if t.done]
+    assert (line["iteration"], line["episodes"], line["turns"], line["tokens_sampled"]) == (7, 24, len(turns), sum(len(t.action_ids) for t in turns)) and sampled
+    assert line["success"] == share([t.won for t in ends], ends) == line["score"] and 0 < line["success"] < 1
+    for name, some, of in (("valid_actions", [not t.invalid for t in turns], turns), ("admissible_actions", [t.admissible for t in turns], turns),
+                           ("truncated", [t.truncated for t in ends], ends), ("outgrown", [t.outgrown for t in ends], ends)):
+        assert line[name] == pytest.approx(share(some, of)), name
+    for kind_of_task, column in envs.CATEGORIES.items():
+        mine = [t.won for t in ends if t.category == kind_of_task]
+        assert line["success_by_category"][column] == (share(mine, mine) if mine else None)
+    assert (line["loss"], line["ratio_max"], line["skipped"]) == (2.5, 2.0, 1)
+    assert line["return_mean"] == pytest.approx(returns.mean().item())
+    for name, guess in (("v", v), ("q", q)):
+        assert line[f"{name}_explained_variance"] == pytest.approx((1 - (returns - guess).var() / returns.var()).item(), abs=1e-5)
+
+
 def test_every_turn_is_trained_once_in_mini_batches_of_the_asked_size(tmp_path):
     config, lm, turns, batches = prepared(tmp_path)
     seen = [(t.traj, t.turn) for b in batches for m in b for t in m.turns]
