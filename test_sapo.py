@@ -1708,9 +1708,13 @@ def test_positions_never_leave_the_model_and_sixteen_bits_are_read_alike():
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", vocab_size=600, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
     learned = dataclasses.replace(base, model=AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), value_ids=(598, 599), stop_ids=(4,))
+    with torch.no_grad():  # two large rows that are nearly the same: of rounded logits V would be off by 0.01 to 0.05
+        plus, minus = base.value_ids
+        base.model.lm_head.weight[minus] = 40 * base.model.lm_head.weight[plus]
+        base.model.lm_head.weight[plus] = base.model.lm_head.weight[minus] * 1.01
     sixteen = dataclasses.replace(base, model=base.model.bfloat16())
     prompts, u = [[7] * 10, list(range(5, 29)), [9] * 3], torch.rand(3, 40, generator=torch.Generator().manual_seed(0)).numpy()
-    for lm, near, near_logp in ((learned, 1e-4, 1e-4), (sixteen, 0.006, 0.1)):
+    for lm, near, near_logp in ((learned, 1e-4, 1e-4), (sixteen, 0.01, 0.1)):
         for engine in ("kv", "hf"):
             said = Sampler(lm, engine, max_new=40)(range(3), prompts, u)
             batch = make_batch([(p + r.ids, [(len(p), len(p) + len(r.ids))]) for p, r in zip(prompts, said)])
@@ -1728,8 +1732,8 @@ def test_nobody_waits_for_the_longest_response():
     busiest = max(sum(len(t.action_ids) + rollout_module.PATIENCE for t in turns if t.traj == n) for n in range(len(GAMES)))
     assert max(map(sum, zip(*lengths))) <= sampler.steps <= busiest + 8 < lockstep
     assert sampler.tokens_decoded == sampler.tokens_sampled  # a row that has ended is decoded no further
-    _, theirs = play(lm, "hf", "window", 1.0, max_new=60, horizon=8)
-    assert theirs.steps == lockstep and theirs.tokens_decoded > 1.3 * theirs.tokens_sampled == 1.3 * sampler.tokens_sampled
+    turns, theirs = play(lm, "hf", "window", 1.0, max_new=60, horizon=8)
+    assert theirs.steps == sum(max(len(t.action_ids) for t in turns if t.turn == n) for n in range(8)) and theirs.tokens_decoded > 1.3 * theirs.tokens_sampled
 
 
 def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_up():
@@ -1773,7 +1777,7 @@ def same_tokens_and_values(one, other):
 
 
 def test_the_compiled_step_samples_the_same_tokens():
-    lm = random_model("qwen2", 1, layers=1)
+    lm = random_model("qwen2", 3, layers=1)
     for context in ("window", "full"):
         turns = [play(lm, "kv", context, 1.0, sampler_options={"compile": c})[0] for c in (False, True)]
         same_tokens_and_values(*turns)
