@@ -77,6 +77,10 @@ def quoted(commands):
     return ", ".join(f"'{c}'" for c in commands if c != "help")
 
 
+def travels(command):
+    return command.startswith("go to ")
+
+
 class Episode:
     """What the agent knows of one game, and the two ways of showing it. `took` moves it on by one turn."""
 
@@ -84,7 +88,7 @@ class Episode:
 
     def __init__(self, obs, info):
         self.obs, self.info, self.history = obs, info, []
-        self.always = [c for c in info["admissible"] if c.startswith("go to ") or c in ("inventory", "look")]
+        self.always = [c for c in info["admissible"] if travels(c) or c in ("inventory", "look")]
 
     def took(self, action, obs, info):
         self.history.append((self.obs, action))
@@ -496,10 +500,6 @@ def forget_facts(most=50_000):
             _memento_cache.clear()
 
 
-def travels(command):
-    return command.startswith("go to ")
-
-
 class AlfWorld:
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are the engine's own; `stock`
@@ -525,7 +525,8 @@ class AlfWorld:
         path = os.path.join(self.root, task.removesuffix("/game.tw-pddl"), "game.tw-pddl")
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
-        forget_facts()
+        if self.engine is hurried:
+            forget_facts()
         with self.engine():
             if self.game is None:
                 wanted = textworld.EnvInfos(won=True, admissible_commands=True)

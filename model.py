@@ -440,7 +440,7 @@ def readout_at_start(lm, prompts):
 
 def tiny_tokenizer(phrases, nouns):
     """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is one token, an unknown word or
-    number is spelled, so that every ASCII string can be encoded and every command be said. White space, commas, quotes, brackets
+    number is spelled, so that every ASCII string can be encoded and every command of a house be said. White space, commas, quotes, brackets
     and the like only separate words and are forgotten, as are articles: half as many tokens to read."""
     fixed = sorted(phrases, key=len, reverse=True)
     edge = lambda p: (r"(?<![A-Za-z])" if p[0].isalpha() else "") + re.escape(p) + (r"(?![A-Za-z])" if p[-1].isalpha() else "")

@@ -917,8 +917,9 @@ def test_facts_of_games_gone_by_are_forgotten_and_nobody_notices(small_game):
     if not envs.shortcuts():
         pytest.skip("for TextWorld 1.7.0 alone")
     from mementos.core import _memento_cache as facts
-    plan = ["go to bed 1", "take mug 1 from bed 1", "go to desk 1", "move mug 1 to desk 1"]
     env = make_env("alfworld", data=small_game)
+    env.reset(TRIAL)
+    plan = env.expert()
     undisturbed = obey(env, TRIAL, plan)
     first = len(facts)
     env.reset(TRIAL)
