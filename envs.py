@@ -1435,9 +1435,10 @@ class Pool:
         pool.gather(keys)                    their answers, in the order of keys
         pool.drop(key)                       gives up an unfinished game
 
-    A worker that dies is restarted and its episodes are played again from their first action, unseen by the caller.
-    A GameError names the game where an environment fails or kills its worker four times running."""
+    A worker that dies, or keeps its caller waiting for half an hour, is restarted and its episodes are played again from their first
+    action, unseen by the caller. A GameError names the game where an environment fails or costs its worker's life four times running."""
 
+    PATIENCE = 1800  # seconds of silence after which who owes an answer is stuck; the first worker in a large shop spends minutes on its index
     UNANSWERED = 16  # at most so many at a worker: were the pipes full both ways, each side would wait for the other forever
 
     def __init__(self, name, options=None, workers=0):
@@ -1477,8 +1478,12 @@ class Pool:
         if strangers:
             raise KeyError(f"no game was started under {strangers[:4]}")
         while any(k not in self.answers for k in keys):
-            for conn in wait(self.conns):
+            heard = wait(self.conns, self.PATIENCE)
+            for conn in heard:
                 self.listen(self.conns.index(conn))
+            for w in range(len(self.procs)) if not heard else ():
+                if self.open[w]:
+                    self.revive(w)
         self.seconds += time.time() - began
         for key in keys:
             if isinstance(self.answers[key], Exception):

@@ -779,6 +779,14 @@ def test_killed_workers_go_unnoticed(games):
         assert all(p.pid != old for p, old in zip(pool.procs, born))
 
 
+def test_a_worker_that_is_stuck_is_restarted(games, monkeypatch):
+    monkeypatch.setattr(envs.Pool, "PATIENCE", 10)
+    with a_pool(2) as pool:
+        born = [p.pid for p in pool.procs]
+        assert side_by_side(pool, games[0], lambda turn: turn == 3 and os.kill(born[0], signal.SIGSTOP)) == games[1]
+        assert pool.procs[0].pid != born[0]
+
+
 def test_workers_that_cannot_live_end_the_run(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with a_pool(1) as pool, pytest.raises(RuntimeError, match="four times.*00003"):
