@@ -1949,7 +1949,7 @@ def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain
 @pytest.mark.parametrize("history", [0, 2])
 def test_a_turn_is_what_the_game_showed_and_answered(history):
     """Every game once more, by hand: what the model saw, what it did, what came of it."""
-    turns, _ = play(load(train.START), "kv", "window", 1.0, max_new=16, horizon=20, games=envs.tasks("house", "train")[:24], history=history)
+    turns, _ = play(load(train.START["house"]), "kv", "window", 1.0, max_new=16, horizon=20, games=envs.tasks("house", "train")[:24], history=history)
     env, facts = make_env("house", horizon=20), set()
     for t in turns:
         if t.turn == 0:
@@ -2222,7 +2222,7 @@ def test_a_slip_is_shown_with_what_should_have_been_done_or_is_not_imitated(tmp_
 
 
 def test_the_metrics_of_an_iteration():
-    turns, sampler = play(load(train.START), "kv", "window", 1.0, max_new=16, horizon=20, games=envs.tasks("house", "train")[:24])
+    turns, sampler = play(load(train.START["house"]), "kv", "window", 1.0, max_new=16, horizon=20, games=envs.tasks("house", "train")[:24])
     torch.manual_seed(0)
     v, q, returns = values = torch.randn(3, len(turns))
     steps, sampled = [{"loss": 1.0, "ratio_max": 2.0, "skipped": 0}, {"loss": 4.0, "ratio_max": 1.5, "skipped": 1}], sampler.tokens_sampled

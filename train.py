@@ -116,7 +116,7 @@ class Config:
     moments: str = "float32"  # AdamW's: float32 or bfloat16 (rounded at random, so that small changes are not lost)
     shard: bool = False  # several ranks: each keeps a share of the optimizer's state (ZeRO 1)
 
-    warmup: int = None  # imitation: at most so many steps; default: tiny in the house starts from START, all else without
+    warmup: int = None  # imitation: at most so many steps; default: tiny starts from START (house, alfworld), all else without
     warmup_lr: float = 1e-5  # its highest
     warmup_batch: int = 64  # turns a step
     warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
@@ -136,8 +136,9 @@ TINY = {"dtype": "float32", "iterations": 40, "tasks": 64, "max_new": 16, "max_p
 WEBSHOP = {"max_prompt": envs.WebShop.max_prompt, "mini_batch": 64}  # its pages are long, its episodes short
 
 
-# Where the tiny model starts in the house. Made by: python train.py --warmup 5000 --iterations 0
-START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "tiny-house")
+# Where the tiny model starts. Made by: python train.py --warmup 5000 --iterations 0
+#                             and by: python train.py --env alfworld --model tiny --warmup 600 --noise 0.4 --iterations 0
+START = {env: os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", f"tiny-{env}") for env in ("house", "alfworld")}
 
 
 def parse_config(argv=None):
@@ -1043,9 +1044,9 @@ def first_prompts(lm, pool, games):
 
 def prepare(config, pool, say):
     """Loads the model, reads it once, makes the run's folder."""
-    ready_made = config.model == "tiny" and config.env == "house" and config.warmup is None
-    if ready_made and not os.path.isdir(START):
-        raise ValueError(f"{START} is missing; --warmup 5000 makes such a start anew")
+    ready_made = START.get(config.env) if config.model == "tiny" and config.warmup is None else None
+    if ready_made and not os.path.isdir(ready_made):
+        raise ValueError(f"{ready_made} is missing; --warmup makes such a start anew (the comment at START in train.py has the command)")
     if config.resume and rank() == 0:
         for folder in ("start", "checkpoint"):
             newest_whole(f"{config.out}/{folder}", say)
@@ -1055,7 +1056,7 @@ def prepare(config, pool, say):
     check_memory(config, say)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     imitated = f"{config.out}/start"
-    name = imitated if config.resume and is_whole(imitated) else START if ready_made else config.model
+    name = imitated if config.resume and is_whole(imitated) else ready_made or config.model
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
               device=device, seed=config.seed, words=envs.words())
     games = envs.tasks(config.env, "train", **env_options(config))
