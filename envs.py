@@ -46,6 +46,7 @@ import numpy as np
 from tqdm import tqdm
 
 REWARD = 10.0  # on the winning step
+NOTHING = "Nothing happens."  # says a room to what it cannot use
 CATEGORIES = {"pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look", "pick_clean_then_place_in_recep": "Clean",
               "pick_heat_then_place_in_recep": "Heat", "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
 SHELVES = {"beauty": "Beauty", "electronics": "Electronics", "fashion": "Fashion", "garden": "Garden", "grocery": "Grocery"}
@@ -324,7 +325,7 @@ class House:
         return f"This is a {words} {rest}." if words else f"There's nothing special about {rest}."
 
     def step(self, action):
-        obs = self.act(action) if action in self.admissible() else "Nothing happens."
+        obs = self.act(action) if action in self.admissible() else NOTHING
         self.steps += 1
         before, self.won = self.won, self.won or self.achieved()
         return obs, REWARD * (self.won and not before), self.won, self.steps >= self.horizon and not self.won, self.info()
@@ -538,7 +539,7 @@ class AlfWorld:
             self.walkthrough = json.load(file)["walkthrough"]
         self.category = task.split("/")[1].split("-")[0]
         self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
-        self.played = []
+        self.turns, self.played = 0, []  # those that had an effect
         return state.feedback, self.info(state)
 
     def info(self, state):
@@ -548,13 +549,16 @@ class AlfWorld:
     def step(self, action):
         with self.engine():
             state, _, _ = self.game.step(action)
-        self.played.append(action)
-        truncated = len(self.played) >= self.horizon and not state.won
+        self.turns += 1
+        if state.feedback.strip() != NOTHING:
+            self.played.append(action)
+        truncated = self.turns >= self.horizon and not state.won
         return state.feedback, REWARD * state.won, bool(state.won), truncated, self.info(state)
 
     # ---- the demonstrator
     def expert(self):
-        """What is left of the game's walkthrough, which forgives detours on the way to a place; None once any other command has been given."""
+        """What is left of the game's walkthrough, which forgives what had no effect and detours on the way to a place; None once any
+        other command has been given."""
         left = list(self.walkthrough)
         for action in self.played:
             if left and action == left[0]:
@@ -566,12 +570,20 @@ class AlfWorld:
     def advice(self, forgetful=False):
         """(thought, next command) of the walkthrough, None where it has ended. The thought is what it is about to do when it gets there: "heat egg"."""
         plan = self.expert()
-        aim = next((c for c in plan or [] if not travels(c) and not c.startswith("open ")), "")
-        return plan and (" ".join(aim.split()[:2]), plan[0])
+        return plan and (" ".join(self.aim(plan).split()[:2]), plan[0])
+
+    def aim(self, plan):
+        return next((command for command in plan if not travels(command) and not command.startswith("open ")), "")
 
     def detours(self, label, admissible):
-        """Other places, where it wants to go to one: all that the walkthrough forgives. They show rooms in which the thing is not."""
-        return [command for command in admissible if travels(command)] if travels(label) else []
+        """Where it wants to go to a place: other places, and as often what it is to do there, done here in vain. The walkthrough forgives both,
+        and would never show a place where the thing is not, nor what to do when nothing happens."""
+        if not travels(label):
+            return []
+        others = [command for command in admissible if travels(command)]
+        here = next((command.removeprefix("go to ") for command in reversed(self.played) if travels(command)), None)
+        vain = re.sub(r"^(take .*) from .*", rf"\1 from {here}", self.aim(self.expert()))
+        return others + [vain] * len(others) if here and vain and vain not in admissible else others
 
 
 # --------------------------------------------------------------------------------------------------------- webshop

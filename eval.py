@@ -554,7 +554,9 @@ def setting_of(args):
     setting = run | {k: v for k, v in vars(args).items() if v is not None}
     if run["env"] != setting["env"]:
         setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
-    setting["max_prompt"] = args.max_prompt or (ALL_TURNS if args.prompt != "plain" else setting.get("max_prompt") or envs.known(setting["env"]).max_prompt)
+    if args.prompt != "plain" and not args.max_prompt:
+        setting["max_prompt"] = ALL_TURNS
+    setting["max_prompt"] = setting.get("max_prompt") or envs.known(setting["env"]).max_prompt
     for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
         if setting[name] < least:
             raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
