@@ -189,7 +189,46 @@ def listing(names):
     return ", ".join(f"a {n}" for n in names[:-1]) + f", and a {names[-1]}"
 
 
-class House:
+def verb_of(category):
+    return next((verb for verb in APPLIANCES if f"_{verb}_" in category), None)
+
+
+class Seeker:
+    """The demonstrator of a room. It knows only what is before it, and looks through the places in their order, so that everything it says can be
+    told from what is seen. A room says of itself: goal (object, place), verb, category, places, begin (the first to look at), at, holding, closed,
+    inside, treated, placed."""
+
+    def advice(self, forgetful=False):
+        """(thought, next command). The forgetful one skips the washing, heating, cooling, the lamp and the second object, and then idles."""
+        obj, dest = self.goal
+        here, seen, held = self.at, self.inside(self.at) if self.at else [], self.holding and kind(self.holding)
+        look = self.category == "look_at_obj_in_light"
+        later = self.places[self.places.index(here) + 1:] if here else [self.begin]
+        onward = f"open {here}" if here and self.closed(here) else f"go to {(later or self.places)[0]}"
+        drop = f"open {here}" if here and self.closed(here) else f"move {self.holding} to {here}"
+        if forgetful and not look and self.placed(any_state=True):
+            return "done", "look"
+        if held is None:
+            done = here and kind(here) == dest and self.verb is None and not look
+            found = [o for o in seen if kind(o) == obj and not done]
+            return f"find {obj}", f"take {found[0]} from {here}" if found else onward
+        if held != obj:
+            return f"drop {held}", drop
+        if look and forgetful:
+            return "done", f"examine {self.holding}"
+        if look:
+            return f"use {kind(LAMP)}", f"use {LAMP}" if LAMP in seen else onward
+        if self.verb and not self.treated(self.holding) and not forgetful:
+            tool = f"{APPLIANCES[self.verb]} 1"
+            return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
+        return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
+
+    def detours(self, label, admissible):
+        """Commands that may be given in place of the label: all, the demonstrator finds back from anywhere."""
+        return admissible
+
+
+class House(Seeker):
     """One room with `places` places and `objects` things to carry, most of them out of sight until the agent goes there
     and opens what is closed. A task id is a number as a string and fixes everything: the room, the goal, the split.
 
@@ -218,10 +257,11 @@ class House:
         self.contents = {f"{p} {i + 1}": [] for p in set(others) | set(APPLIANCES.values())
                          for i in range((list(APPLIANCES.values()) + others).count(p))}
         self.places = sorted(self.contents)
+        self.begin = self.places[0]
         self.lamp_at = rng.choice([p for p in self.places if kind(p) in others and kind(p) not in OPENABLE])
 
         self.category = rng.choice(list(GOALS))
-        self.verb = next((v for v in APPLIANCES if f"_{v}_" in self.category), None)
+        self.verb = verb_of(self.category)
         types = list(OBJECTS)[:2 * n_objects]
         obj = rng.choice([t for t in types if self.verb is None or self.verb in OBJECTS[t]])
         self.goal = obj, kind(rng.choice(self.places))
@@ -339,39 +379,11 @@ class House:
     def placed(self, any_state=False):
         """How many of the goal's objects lie where they should (and, unless any_state, as they should)."""
         obj, dest = self.goal
-        return sum(kind(o) == obj and (any_state or self.verb is None or DONE[self.verb] in self.props.get(o, ()))
+        return sum(kind(o) == obj and (any_state or self.verb is None or self.treated(o))
                    for p in self.places if kind(p) == dest for o in self.contents[p])
 
-    # ---- the demonstrator
-    def advice(self, forgetful=False):
-        """(thought, next command) of a player who knows only what is before it and looks through the places in their order.
-        The forgetful one skips the washing, heating, cooling, the lamp and the second object, and then idles."""
-        obj, dest = self.goal
-        here, seen, held = self.at, self.inside(self.at) if self.at else [], self.holding and kind(self.holding)
-        look = self.category == "look_at_obj_in_light"
-        later = self.places[self.places.index(here) + 1:] if here else []
-        onward = f"open {here}" if here and self.closed(here) else f"go to {(later or self.places)[0]}"
-        drop = f"open {here}" if here and self.closed(here) else f"move {self.holding} to {here}"
-        if forgetful and not look and self.placed(any_state=True):
-            return "done", "look"
-        if held is None:
-            done = here and kind(here) == dest and self.verb is None and not look
-            found = [o for o in seen if kind(o) == obj and not done]
-            return f"find {obj}", f"take {found[0]} from {here}" if found else onward
-        if held != obj:
-            return f"drop {held}", drop
-        if look and forgetful:
-            return "done", f"examine {self.holding}"
-        if look:
-            return f"use {kind(LAMP)}", f"use {LAMP}" if LAMP in seen else onward
-        if self.verb and DONE[self.verb] not in self.props.get(self.holding, ()) and not forgetful:
-            tool = f"{APPLIANCES[self.verb]} 1"
-            return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
-        return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
-
-    def detours(self, label, admissible):
-        """Commands that may be given in place of the label: all, the demonstrator finds back from anywhere."""
-        return admissible
+    def treated(self, thing):
+        return DONE[self.verb] in self.props.get(thing, ())
 
     def expert(self):
         """Commands that win from here, found by playing `advice` on a copy; None once the game is won or hopeless."""
@@ -501,7 +513,7 @@ def forget_facts(most=50_000):
             _memento_cache.clear()
 
 
-class AlfWorld:
+class AlfWorld(Seeker):
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are the engine's own; `stock`
     leaves TextWorld as it is, twenty times slower."""
@@ -537,12 +549,16 @@ class AlfWorld:
             state = self.game.reset()
         with open(path) as file:
             self.walkthrough = json.load(file)["walkthrough"]
-        self.category = task.split("/")[1].split("-")[0]
+        self.category, obj, _, dest = task.split("/")[1].split("-")[:4]
+        self.goal, self.verb = (obj.lower(), dest.lower()), verb_of(self.category)
         self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
-        self.turns, self.played = 0, []  # those that had an effect
+        self.turns, self.played, self.at, self.holding = 0, [], None, None  # played: what had an effect
+        self.places = [c.removeprefix("go to ") for c in state.admissible_commands if travels(c)]
+        self.begin = self.walkthrough[0].removeprefix("go to ")  # so that it is learned where things usually are
         return state.feedback, self.info(state)
 
     def info(self, state):
+        self.can = set(state.admissible_commands)
         return {"admissible": list(state.admissible_commands), "task": self.task, "category": self.category,
                 "won": bool(state.won), "score": float(state.won)}
 
@@ -552,38 +568,38 @@ class AlfWorld:
         self.turns += 1
         if state.feedback.strip() != NOTHING:
             self.played.append(action)
+            verb, _, rest = action.partition(" ")
+            self.at = rest.removeprefix("to ") if verb == "go" else self.at
+            self.holding = rest.split(" from ")[0] if verb == "take" else None if verb == "move" else self.holding
         truncated = self.turns >= self.horizon and not state.won
         return state.feedback, REWARD * state.won, bool(state.won), truncated, self.info(state)
 
     # ---- the demonstrator
-    def expert(self):
-        """What is left of the game's walkthrough, which forgives what had no effect and detours on the way to a place; None once any
-        other command has been given."""
-        left = list(self.walkthrough)
-        for action in self.played:
-            if left and action == left[0]:
-                left.pop(0)
-            elif not (left and travels(left[0]) and travels(action)):
-                return None
-        return left or None
-
     def advice(self, forgetful=False):
-        """(thought, next command) of the walkthrough, None where it has ended. The thought is what it is about to do when it gets there: "heat egg"."""
-        plan = self.expert()
-        return plan and (" ".join(self.aim(plan).split()[:2]), plan[0])
+        thought, label = super().advice(forgetful)
+        if travels(label) and label not in self.can:  # the player stands there already, before another place: on to the next
+            after = self.places.index(label.removeprefix("go to ")) + 1
+            label = next(f"go to {p}" for p in self.places[after:] + self.places if f"go to {p}" in self.can)
+        return thought, label
 
-    def aim(self, plan):
-        return next((command for command in plan if not travels(command) and not command.startswith("open ")), "")
+    def expert(self):
+        """What is left of the game's walkthrough; None once anything else has been done."""
+        done = len(self.played)
+        return self.walkthrough[done:] or None if self.played == self.walkthrough[:done] else None
 
-    def detours(self, label, admissible):
-        """Where it wants to go to a place: other places, and as often what it is to do there, done here in vain. The walkthrough forgives both,
-        and would never show a place where the thing is not, nor what to do when nothing happens."""
-        if not travels(label):
-            return []
-        others = [command for command in admissible if travels(command)]
-        here = next((command.removeprefix("go to ") for command in reversed(self.played) if travels(command)), None)
-        vain = re.sub(r"^(take .*) from .*", rf"\1 from {here}", self.aim(self.expert()))
-        return others + [vain] * len(others) if here and vain and vain not in admissible else others
+    def closed(self, place):
+        return f"open {place}" in self.can
+
+    def inside(self, place):
+        """What can be taken or used here: `place` is where the player stands."""
+        here = f" from {place}"
+        return sorted(c[5:].removesuffix(here) for c in self.can if c.startswith("take ") and c.endswith(here)) + [LAMP] * (f"use {LAMP}" in self.can)
+
+    def treated(self, thing):
+        return any(c.startswith(f"{self.verb} {thing} with ") for c in self.played)
+
+    def placed(self, any_state=True):
+        return sum(c.startswith(f"move {self.goal[0]} ") and kind(c.split(" to ")[1]) == self.goal[1] for c in self.played)
 
 
 # --------------------------------------------------------------------------------------------------------- webshop

@@ -121,8 +121,8 @@ class Config:
     warmup_batch: int = 64  # turns a step
     warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
     warmup_until: float = 0.98  # ... and no more once this share of sampled actions is admissible
-    forget: float = 0.8  # share of demonstrations by the forgetful demonstrator (house)
-    noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house; alfworld: of those to a place)
+    forget: float = 0.0  # share of demonstrations by the forgetful demonstrator (house, alfworld)
+    noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house, alfworld)
 
     eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); --tasks if that is below 64
     eval_temperature: float = 0.4  # of the games before and after
@@ -132,7 +132,7 @@ class Config:
 
 
 TINY = {"dtype": "float32", "iterations": 40, "tasks": 64, "max_new": 16, "max_prompt": 8192, "lr": 4e-4, "critic_lr": 4e-4, "lr_rise": 20, "lr_end": 0.0, "mini_batch": 128,
-        "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1}
+        "tokens_per_micro_batch": 4096, "warmup_lr": 4e-3, "warmup_text": 0.1, "forget": 0.8}
 WEBSHOP = {"max_prompt": envs.WebShop.max_prompt, "mini_batch": 64}  # its pages are long, its episodes short
 
 
