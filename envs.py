@@ -219,7 +219,7 @@ class Seeker:
         if look:
             return f"use {kind(LAMP)}", f"use {LAMP}" if LAMP in seen else onward
         if self.verb and not self.treated(self.holding) and not forgetful:
-            tool = next((p for p in self.places if kind(p) == APPLIANCES[self.verb]), "bathtubbasin 1")  # four of ALFWorld's bathrooms have no sink
+            tool = f"{APPLIANCES[self.verb]} 1"
             return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
         return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
 
