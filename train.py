@@ -136,8 +136,10 @@ TINY = {"dtype": "float32", "iterations": 40, "tasks": 64, "max_new": 16, "max_p
 WEBSHOP = {"max_prompt": envs.WebShop.max_prompt, "mini_batch": 64}  # its pages are long, its episodes short
 
 
-# Where the tiny model starts. Made by: python train.py --warmup 5000 --iterations 0
-#                             and by: python train.py --env alfworld --model tiny --warmup 600 --noise 0.4 --iterations 0
+# Where the tiny model starts. In the house, made by: python train.py --warmup 5000 --iterations 0
+# In ALFWorld, by the same with --out runs/house (a later run of it, whose tokenizer has all of ALFWorld's words), and then by:
+# python train.py --env alfworld --model runs/house/final --warmup 800 --iterations 0 --dtype float32 --warmup_lr 4e-3 --warmup_text 0.1 --forget 0.8
+#     --max_new 16 --max_prompt 8192 --tokens_per_micro_batch 4096
 START = {env: os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", f"tiny-{env}") for env in ("house", "alfworld")}
 
 
