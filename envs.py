@@ -549,12 +549,12 @@ class AlfWorld(Seeker):
             state = self.game.reset()
         with open(path) as file:
             self.walkthrough = json.load(file)["walkthrough"]
-        self.category, obj, _, dest = task.split("/")[1].split("-")[:4]
-        self.goal, self.verb = (obj.lower(), dest.lower()), verb_of(self.category)
+        self.category, *names = task.split("/")[1].split("-")
+        self.goal, self.verb = [name.lower() for name in names[:3:2]], verb_of(self.category)
         self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
         self.turns, self.played, self.at, self.holding = 0, [], None, None  # played: what had an effect
         self.places = [c.removeprefix("go to ") for c in state.admissible_commands if travels(c)]
-        self.begin = self.walkthrough[0].removeprefix("go to ")  # so that it is learned where things usually are
+        self.begin = next((c.removeprefix("go to ") for c in self.walkthrough if travels(c)), None)  # so that it is learned where things usually are
         return state.feedback, self.info(state)
 
     def info(self, state):
@@ -598,7 +598,7 @@ class AlfWorld(Seeker):
     def treated(self, thing):
         return any(c.startswith(f"{self.verb} {thing} with ") for c in self.played)
 
-    def placed(self, any_state=True):
+    def placed(self, any_state):
         return sum(c.startswith(f"move {self.goal[0]} ") and kind(c.split(" to ")[1]) == self.goal[1] for c in self.played)
 
 
