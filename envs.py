@@ -198,6 +198,8 @@ class Seeker:
     told from what is seen. A room says of itself: goal (object, place), verb, category, places, begin (the first to look at), at, holding, closed,
     inside, treated, placed."""
 
+    finds_back = True  # whatever is done in place of what it says
+
     def advice(self, forgetful=False):
         """(thought, next command). The forgetful one skips the washing, heating, cooling, the lamp and the second object, and then idles."""
         obj, dest = self.goal
@@ -222,10 +224,6 @@ class Seeker:
             tool = f"{APPLIANCES[self.verb]} 1"
             return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
         return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
-
-    def detours(self, label, admissible):
-        """Commands that may be given in place of the label: all, the demonstrator finds back from anywhere."""
-        return admissible
 
 
 class House(Seeker):
@@ -552,7 +550,7 @@ class AlfWorld(Seeker):
         self.category, *names = task.split("/")[1].split("-")
         self.goal, self.verb = [name.lower() for name in names[:3:2]], verb_of(self.category)
         self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
-        self.turns, self.played, self.at, self.holding = 0, [], None, None  # played: what had an effect
+        self.steps, self.played = 0, []  # played: what had an effect
         self.places = [c.removeprefix("go to ") for c in state.admissible_commands if travels(c)]
         self.begin = next((c.removeprefix("go to ") for c in self.walkthrough if travels(c)), None)  # so that it is learned where things usually are
         return state.feedback, self.info(state)
@@ -565,13 +563,10 @@ class AlfWorld(Seeker):
     def step(self, action):
         with self.engine():
             state, _, _ = self.game.step(action)
-        self.turns += 1
+        self.steps += 1
         if state.feedback.strip() != NOTHING:
             self.played.append(action)
-            verb, _, rest = action.partition(" ")
-            self.at = rest.removeprefix("to ") if verb == "go" else self.at
-            self.holding = rest.split(" from ")[0] if verb == "take" else None if verb == "move" else self.holding
-        truncated = self.turns >= self.horizon and not state.won
+        truncated = self.steps >= self.horizon and not state.won
         return state.feedback, REWARD * state.won, bool(state.won), truncated, self.info(state)
 
     # ---- the demonstrator
@@ -586,6 +581,15 @@ class AlfWorld(Seeker):
         """What is left of the game's walkthrough; None once anything else has been done."""
         done = len(self.played)
         return self.walkthrough[done:] or None if self.played == self.walkthrough[:done] else None
+
+    @property
+    def at(self):
+        return next((c.removeprefix("go to ") for c in reversed(self.played) if travels(c)), None)
+
+    @property
+    def holding(self):
+        last = next((c for c in reversed(self.played) if c.startswith(("take ", "move "))), "move")
+        return last.removeprefix("take ").split(" from ")[0] if last.startswith("take ") else None
 
     def closed(self, place):
         return f"open {place}" in self.can
@@ -1101,6 +1105,7 @@ class WebShop:
 
     fallback, flags, horizon, max_prompt, graded = 20, ("data", "goals", "horizon"), 15, 4096, True  # its pages are long
     held_out, categories, episode = ("test", 500), SHELVES, ShopEpisode
+    finds_back = False  # not every page lets the demonstrator go on
 
     def __init__(self, data=None, goals="synthetic", seed=0, mode="text", horizon=horizon):
         if horizon < 1:
@@ -1259,9 +1264,6 @@ class WebShop:
         plan = self.expert()
         return plan and ("", plan[0])
 
-    def detours(self, label, admissible):
-        return []  # not every page lets it go on
-
     def choices(self):
         """{option: value} of the goal's product: the values that are asked for, or are most like it."""
         out = {}
@@ -1356,9 +1358,9 @@ def words():
 
 
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
-    """An episode of the expert: a list of (obs, info, thought, label, executed). In the house, `forget` is the share of episodes
-    played by the forgetful demonstrator (over soon after its failure). `noise` is the share of steps at which a random one of the
-    env's `detours` is executed in place of the label, so that mistakes and the way out of them are seen too."""
+    """An episode of the expert: a list of (obs, info, thought, label, executed). In the house and in ALFWorld, `forget` is the share of
+    episodes played by the forgetful demonstrator (over soon after its failure). Where the env's demonstrator `finds_back`, `noise` is the share of
+    steps at which a random command is executed in place of the label, so that mistakes and the way out of them are seen too."""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
@@ -1368,8 +1370,7 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
             return turns
         thought, label = advice
         idle = forgetful and ["done"] * 2 == [t[2] for t in turns[-2:]]
-        others = env.detours(label, info["admissible"])
-        executed = rng.choice(others) if others and rng.random() < noise else label
+        executed = rng.choice(info["admissible"]) if env.finds_back and rng.random() < noise else label
         turns.append((obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
         if terminated or truncated or idle:
