@@ -4,6 +4,7 @@
     obs, info = env.reset(tasks("house", "train")[0])
     obs, reward, terminated, truncated, info = env.step("go to fridge 1")         Gymnasium's order
     env.expert()                                  commands that win from here, or None
+    env.advice(forgetful)                         what a demonstrator thinks and does now; None where it gives up
 
 info: admissible (list of str), task (sentence), category, won (bool), score (float, 0-1). An action the environment
 cannot use is answered ("Nothing happens."; in the shop, with the same page), never an exception. The winning step pays REWARD, every other step 0.
@@ -89,6 +90,7 @@ class Episode:
 
     def __init__(self, obs, info):
         self.obs, self.info, self.history = obs, info, []
+        # but for the way to where one stands, which does nothing
         self.always = [c for c in info["admissible"] if travels(c) or c in ("inventory", "look")]
 
     def took(self, action, obs, info):
@@ -99,7 +101,7 @@ class Episode:
         return obs.strip()
 
     def accepts(self, action):
-        """Whether the environment can use it."""
+        """Whether the game offers it now."""
         return action in self.info["admissible"]
 
     def now(self, commands):
@@ -131,6 +133,7 @@ class ShopEpisode(Episode):
         return " [SEP] ".join(f"'{piece}'" for piece in pieces[pieces.index(task) + 1:]) if task in pieces else obs.strip()
 
     def accepts(self, action):
+        """Whether the page offers it, or it is a search, which works on every page."""
         name, argument = shop_command(action)
         return name == "search" or name == "click" and argument != "search" and f"click[{argument}]" in self.info["admissible"]
 
@@ -194,48 +197,52 @@ def verb_of(category):
 
 
 class Seeker:
-    """The demonstrator of a room. It knows only what is before it, and looks through the places in their order, so that everything it says can be
-    told from what is seen. A room says of itself: goal (object, place), verb, category, places, begin (the first to look at), at, holding, closed,
-    inside, treated, placed."""
+    """The demonstrator of a room. It knows the task, what is before it and what it has done, and looks through the places in their order, so that what it
+    says can be told from what has been seen; only where to look first ALFWorld's walkthrough tells it.
+
+    A room gives goal: the kinds (object, place); category; verb: clean, heat, cool or None; places: all names, in order; begin: the one to look at first;
+    at, holding: names or None; closed(place) and inside(place) -> names, of the place where it stands; treated(thing); placed(any_state) -> a count."""
 
     finds_back = True  # whatever is done in place of what it says
 
     def advice(self, forgetful=False):
         """(thought, next command). The forgetful one skips the washing, heating, cooling, the lamp and the second object, and then idles."""
-        obj, dest = self.goal
-        here, seen, held = self.at, self.inside(self.at) if self.at else [], self.holding and kind(self.holding)
-        look = self.category == "look_at_obj_in_light"
-        later = self.places[self.places.index(here) + 1:] if here else [self.begin]
-        onward = f"open {here}" if here and self.closed(here) else f"go to {(later or self.places)[0]}"
-        drop = f"open {here}" if here and self.closed(here) else f"move {self.holding} to {here}"
-        if forgetful and not look and self.placed(any_state=True):
-            return "done", "look"
-        if held is None:
-            done = here and kind(here) == dest and self.verb is None and not look
-            found = [o for o in seen if kind(o) == obj and not done]
-            return f"find {obj}", f"take {found[0]} from {here}" if found else onward
-        if held != obj:
-            return f"drop {held}", drop
-        if look and forgetful:
-            return "done", f"examine {self.holding}"
+        (obj, dest), here, thing, look = self.goal, self.at, self.holding, self.category == "look_at_obj_in_light"
+        if forgetful and (thing and kind(thing) == obj if look else self.placed(any_state=True)):
+            return "done", f"examine {thing}" if look else "look"
+        if thing is None:
+            stored = here and kind(here) == dest and self.verb is None and not look  # what lies there is done
+            found = [] if here is None or stored else [o for o in self.inside(here) if kind(o) == obj]
+            return f"find {obj}", f"take {found[0]} from {here}" if found else self.onward()
+        if kind(thing) != obj:
+            return f"drop {kind(thing)}", self.put()
         if look:
-            return f"use {kind(LAMP)}", f"use {LAMP}" if LAMP in seen else onward
-        if self.verb and not self.treated(self.holding) and not forgetful:
+            return f"use {kind(LAMP)}", f"use {LAMP}" if here and LAMP in self.inside(here) else self.onward()
+        if self.verb and not self.treated(thing) and not forgetful:
             tool = f"{APPLIANCES[self.verb]} 1"
-            return f"{self.verb} {obj}", f"{self.verb} {self.holding} with {tool}" if here == tool else f"go to {tool}"
-        return f"put {obj} in {dest}", drop if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
+            return f"{self.verb} {obj}", f"{self.verb} {thing} with {tool}" if here == tool else f"go to {tool}"
+        return f"put {obj} in {dest}", self.put() if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
+
+    def onward(self):
+        if self.at is None:
+            return f"go to {self.begin}"
+        return f"open {self.at}" if self.closed(self.at) else f"go to {self.places[(self.places.index(self.at) + 1) % len(self.places)]}"
+
+    def put(self):
+        return f"open {self.at}" if self.closed(self.at) else f"move {self.holding} to {self.at}"
 
 
 class House(Seeker):
     """One room with `places` places and `objects` things to carry, most of them out of sight until the agent goes there
-    and opens what is closed. A task id is a number as a string and fixes everything: the room, the goal, the split.
+    and opens what is closed. A task id is a number as a string and fixes the split, and at a given size the room and the goal.
 
     Rooms in which the expert needs more than min(4 places, 50) steps are drawn anew: at ALFWorld's horizon of 50, and at 20
     in the smallest house, it wins them all."""
 
     fallback = 30  # characters sent as the action where the response has no tags
     flags, horizon = ("places", "objects", "horizon"), 20  # what it can be made with; turns an episode may take
-    held_out, categories, episode = ("test", 192), CATEGORIES, Episode  # split and games of an evaluation; its columns; its prompts
+    held_out = "test", 192  # split and games of an evaluation
+    categories, episode = CATEGORIES, Episode  # an evaluation's columns; the prompts
     max_prompt = 2048  # tokens a prompt may take
     graded = False  # whether there is a score beside won
 
@@ -244,6 +251,14 @@ class House(Seeker):
             if value < least:
                 raise ValueError(f"house: {name} must be at least {least}, got {value}")
         self.size, self.horizon = (places, objects), horizon
+
+    def tasks(self, split):
+        """Numbers as strings. A number's own hash decides its split, so that options of size never move a task across."""
+        if split not in SIZES:
+            raise ValueError(f"house has no split {split!r}; known: {', '.join(SIZES)}")
+        is_test = lambda n: hashlib.sha256(str(n).encode()).digest()[0] % 5 == 0
+        numbers = (f"{n:05d}" for n in range(10 ** 5) if is_test(n) == (split == "test"))
+        return [n for n, _ in zip(numbers, range(SIZES[split]))]
 
     def draw(self, seed):
         """Builds the room of (seed, size): goal, contents, lamp."""
@@ -385,24 +400,12 @@ class House(Seeker):
 
     def expert(self):
         """Commands that win from here, found by playing `advice` on a copy; None once the game is won or hopeless."""
-        twin = House.__new__(House)
-        twin.__dict__ = self.__dict__ | {"contents": {p: list(c) for p, c in self.contents.items()},
-                                         "opened": set(self.opened), "props": dict(self.props)}
-        plan = []
+        twin, plan = copy.deepcopy(self), []
         while not twin.won and len(plan) <= 8 * len(self.places):
             plan.append(twin.advice()[1])
             twin.act(plan[-1])
             twin.won = twin.achieved()
         return plan if plan and twin.won else None
-
-
-def house_tasks(split):
-    """Numbers as strings. A number's own hash decides its split, so that options of size never move a task across."""
-    if split not in SIZES:
-        raise ValueError(f"house has no split {split!r}; known: {', '.join(SIZES)}")
-    is_test = lambda n: hashlib.sha256(str(n).encode()).digest()[0] % 5 == 0
-    numbers = (f"{n:05d}" for n in range(10 ** 5) if is_test(n) == (split == "test"))
-    return [n for n, _ in zip(numbers, range(SIZES[split]))]
 
 
 # -------------------------------------------------------------------------------------------------------- alfworld
@@ -415,16 +418,6 @@ def alfworld_root(data=None):
         raise FileNotFoundError(f"no ALFWorld games: {root} does not exist. `alfworld-download` fetches them, --data (or the "
                                 f"variable ALFWORLD_DATA) names the folder that holds json_2.1.1")
     return root
-
-
-def alfworld_tasks(split, data=None):
-    root = alfworld_root(data)
-    if split not in ("train", "valid_seen", "valid_unseen"):
-        raise ValueError(f"alfworld has no split {split!r}; known: train, valid_seen, valid_unseen")
-    games = sorted(glob.glob(os.path.join(root, split, "*", "*", "game.tw-pddl")))
-    if not games:
-        raise FileNotFoundError(f"no games (*/*/game.tw-pddl) below {os.path.join(root, split)}; `alfworld-download` fetches them")
-    return [os.path.relpath(os.path.dirname(g), root).replace(os.sep, "/") for g in games]
 
 
 @functools.cache
@@ -440,7 +433,7 @@ def shortcuts():
 
     parse, translate = functools.cache(textgen._parse_and_convert), fast_downward.pddl2sas
 
-    def share(x):  # for deepcopy: below the first level nothing is changed but the context of a list's symbol, and that is set before it is read
+    def shallow(x):  # for deepcopy: of a grammar's symbols only the context is ever changed, and always just before it is used
         return [copy.copy(y) for y in x] if isinstance(x, list) else copy.copy(x)
 
     @functools.lru_cache(1)
@@ -476,12 +469,13 @@ def shortcuts():
             super().remove_fact(fact)
 
     return [
-        (textgen, "deepcopy", share),
-        (textgen, "_parse_and_convert", lambda text, rule_name, trace=False: share(parse(text, rule_name=rule_name))),
+        (textgen, "deepcopy", shallow),  # these two only together
+        (textgen, "_parse_and_convert", lambda text, rule_name, trace=False: shallow(parse(text, rule_name=rule_name))),
         (Rule, "parse_conjunctive_query", staticmethod(functools.cache(Rule.parse_conjunctive_query))),
         # the optimised translation serves a planner that is never asked
         (fast_downward, "pddl2sas", lambda domain, problem, verbose=False, optimize=False: translate_once(domain, problem)),
-        # loading a game makes a state, and resetting it the same one again; a game that has been played must be loaded before its reset
+        # load() and reset() each build the same state: reset() is handed the one load() made. So every reset() must follow a load(), or it would be
+        # handed the state that has been played
         (logic, "PddlState", functools.lru_cache(1)(State))]
 
 
@@ -525,6 +519,14 @@ class AlfWorld(Seeker):
         self.root, self.horizon, self.game = alfworld_root(data), horizon, None
         self.engine = contextlib.nullcontext if stock else hurried
 
+    def tasks(self, split):
+        if split not in ("train", "valid_seen", "valid_unseen"):
+            raise ValueError(f"alfworld has no split {split!r}; known: train, valid_seen, valid_unseen")
+        games = sorted(glob.glob(os.path.join(self.root, split, "*", "*", "game.tw-pddl")))
+        if not games:
+            raise FileNotFoundError(f"no games (*/*/game.tw-pddl) below {os.path.join(self.root, split)}; `alfworld-download` fetches them")
+        return [os.path.relpath(os.path.dirname(g), self.root).replace(os.sep, "/") for g in games]
+
     def reset(self, task):
         if not os.environ.get("ALFWORLD_DATA"):  # or the package, once imported, makes a folder of its own and points there
             os.environ["ALFWORLD_DATA"] = os.path.dirname(self.root)
@@ -533,7 +535,7 @@ class AlfWorld(Seeker):
             from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
         except ImportError as error:
             raise ImportError(f"--env alfworld needs the alfworld package (pip install alfworld): {error}") from None
-        path = os.path.join(self.root, task.removesuffix("/game.tw-pddl"), "game.tw-pddl")
+        path = os.path.join(self.root, task, "game.tw-pddl")
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
         if self.engine is hurried:
@@ -550,13 +552,14 @@ class AlfWorld(Seeker):
         self.category, *names = task.split("/")[1].split("-")
         self.goal, self.verb = [name.lower() for name in names[:3:2]], verb_of(self.category)
         self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
-        self.steps, self.played = 0, []  # played: what had an effect
+        self.steps, self.played, self.won = 0, [], False  # played: what has changed something
         self.places = [c.removeprefix("go to ") for c in state.admissible_commands if travels(c)]
         self.begin = next((c.removeprefix("go to ") for c in self.walkthrough if travels(c)), None)  # so that it is learned where things usually are
         return state.feedback, self.info(state)
 
     def info(self, state):
-        self.can = set(state.admissible_commands)
+        """Of the state the game is in now, which the demonstrator sees as well."""
+        self.offered = set(state.admissible_commands)
         return {"admissible": list(state.admissible_commands), "task": self.task, "category": self.category,
                 "won": bool(state.won), "score": float(state.won)}
 
@@ -564,17 +567,19 @@ class AlfWorld(Seeker):
         with self.engine():
             state, _, _ = self.game.step(action)
         self.steps += 1
-        if state.feedback.strip() != NOTHING:
-            self.played.append(action)
-        truncated = self.steps >= self.horizon and not state.won
-        return state.feedback, REWARD * state.won, bool(state.won), truncated, self.info(state)
+        if action.split()[:1] in self.CHANGES and state.feedback.strip() != NOTHING:
+            self.played.append(action.strip())
+        before, self.won = self.won, bool(state.won)
+        return state.feedback, REWARD * (self.won and not before), self.won, self.steps >= self.horizon and not self.won, self.info(state)
 
     # ---- the demonstrator
+    CHANGES = [[verb] for verb in ("go", "open", "close", "take", "move", "clean", "heat", "cool", "use", "slice")]  # looking, asking: not
+
     def advice(self, forgetful=False):
         thought, label = super().advice(forgetful)
-        if travels(label) and label not in self.can:  # the player stands there already, before another place: on to the next
+        if travels(label) and label not in self.offered:  # places may share a spot, and a spot does not offer the way to itself: the next that is offered
             after = self.places.index(label.removeprefix("go to ")) + 1
-            label = next(f"go to {p}" for p in self.places[after:] + self.places if f"go to {p}" in self.can)
+            label = next(f"go to {p}" for p in self.places[after:] + self.places if f"go to {p}" in self.offered)
         return thought, label
 
     def expert(self):
@@ -592,18 +597,26 @@ class AlfWorld(Seeker):
         return last.removeprefix("take ").split(" from ")[0] if last.startswith("take ") else None
 
     def closed(self, place):
-        return f"open {place}" in self.can
+        return f"open {place}" in self.offered
 
     def inside(self, place):
         """What can be taken or used here: `place` is where the player stands."""
         here = f" from {place}"
-        return sorted(c[5:].removesuffix(here) for c in self.can if c.startswith("take ") and c.endswith(here)) + [LAMP] * (f"use {LAMP}" in self.can)
+        return (sorted(c[5:].removesuffix(here) for c in self.offered if c.startswith("take ") and c.endswith(here))
+                + [LAMP] * (f"use {LAMP}" in self.offered))
 
     def treated(self, thing):
-        return any(c.startswith(f"{self.verb} {thing} with ") for c in self.played)
+        """Heating undoes cooling, and the other way round: the last of the two counts."""
+        verbs = ("heat", "cool") if self.verb in ("heat", "cool") else (self.verb,)
+        done = [c for c in self.played if c.startswith(tuple(f"{verb} {thing} with " for verb in verbs))]
+        return bool(done) and done[-1].startswith(self.verb)
 
-    def placed(self, any_state):
-        return sum(c.startswith(f"move {self.goal[0]} ") and kind(c.split(" to ")[1]) == self.goal[1] for c in self.played)
+    def placed(self, any_state=False):
+        """How many of the goal's objects were put where they should be (and, unless any_state, as they should be), and left there."""
+        lies, (obj, dest) = {}, self.goal
+        for verb, thing, place in (re.fullmatch(r"(take|move) (.+) (?:from|to) (.+)", c).groups() for c in self.played if c.startswith(("take ", "move "))):
+            lies[thing] = place if verb == "move" else ""
+        return sum(kind(t) == obj and kind(p) == dest and (any_state or self.verb is None or self.treated(t)) for t, p in lies.items())
 
 
 # --------------------------------------------------------------------------------------------------------- webshop
@@ -794,7 +807,7 @@ class Catalogue:
     a folder, and kept below ~/.cache/sapo ($XDG_CACHE_HOME).
 
     product(n)     a product as `record` has it                 search(query)  the numbers of the products that fit best
-    N products:    asins, low, high (prices; high is NaN where there is one), synthetic, human (how many goals; -1: no instruction), categories and
+    N products:    asins, low, high (prices; high is NaN where there is a single one), synthetic, human (how many goals; -1: no instruction), categories and
                    queries (hashes), rank (in the order of asins), places (N + 1, of the records in products.jsonl), filled (how many have a word)
     M terms:       keys (hashes, sorted), first (M + 1); term i is in the products docs[first[i]:first[i + 1]] with those weights"""
 
@@ -929,13 +942,13 @@ class Goals:
 
     goals[i] -> {text, asin, options, attributes, price_upper, title, query, category, product_category, nouns}"""
 
-    def __init__(self, catalogue, kind="synthetic", seed=0):
-        if kind not in ("synthetic", "human"):
-            raise ValueError(f"webshop: unknown goals {kind!r}; known: synthetic, human")
+    def __init__(self, catalogue, source="synthetic", seed=0):
+        if source not in ("synthetic", "human"):
+            raise ValueError(f"webshop: unknown goals {source!r}; known: synthetic, human")
         if not isinstance(seed, int):
             raise ValueError(f"webshop: the goals' seed must be a whole number, got {seed!r}")
-        self.catalogue, self.kind = catalogue, kind
-        path = f"{catalogue.folder}/goals-{kind}-{seed}.npz"
+        self.catalogue, self.source = catalogue, source
+        path = f"{catalogue.folder}/goals-{source}-{seed}.npz"
         if os.path.isfile(path):
             with np.load(path) as stored:
                 drawn = dict(stored)
@@ -946,7 +959,7 @@ class Goals:
                 os.replace(f"{path}.{os.getpid()}.npz", path)
         self.prices, self.products, self.parts, self.caps = (drawn[name] for name in ("prices", "products", "parts", "caps"))
         if not len(self):
-            raise ValueError(f"webshop: none of the products has {kind} goals; there are synthetic and human ones")
+            raise ValueError(f"webshop: none of the products has {source} goals; there are synthetic and human ones")
 
     def __len__(self):
         return len(self.products)
@@ -956,12 +969,12 @@ class Goals:
         prices, low, high = np.array(self.catalogue.low), self.catalogue.low, self.catalogue.high
         for n in np.flatnonzero(~np.isnan(high)):
             prices[n] = rng.uniform(float(low[n]), float(high[n]))
-        many, products, parts, caps = getattr(self.catalogue, self.kind), array("q"), array("q"), array("d")
+        many, products, parts, caps = getattr(self.catalogue, self.source), array("q"), array("q"), array("d")
         for n in np.flatnonzero(many >= 0):
             least = int(prices[n] // 10) + 1
             above = [10.0 * i for i in range(least, min(least + 4, 100))]  # the next multiples of ten, below 1000
-            for part in range(max(many[n], 1) if self.kind == "synthetic" else many[n]):
-                if part == 0 or self.kind == "human":  # all combinations of a product's options have one cap
+            for part in range(max(many[n], 1) if self.source == "synthetic" else many[n]):
+                if part == 0 or self.source == "human":  # all combinations of a product's options have one cap
                     cap = max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
                 if part < many[n]:
                     products.append(n), parts.append(part), caps.append(cap)
@@ -971,7 +984,7 @@ class Goals:
 
     def __getitem__(self, i):
         product, part, cap = self.catalogue.product(int(self.products[i])), int(self.parts[i]), float(self.caps[i])
-        if self.kind == "human":
+        if self.source == "human":
             text, attributes, options = product["human"][part]
             text = text.strip(".")
         else:
@@ -1006,13 +1019,6 @@ class Goals:
 
 
 catalogue_of, goals_of = functools.cache(Catalogue), functools.cache(Goals)  # once for all environments of a process
-
-
-def webshop_tasks(split, data=None, goals="synthetic", seed=0):
-    numbers = goals_of(catalogue_of(webshop_root(data)), goals, seed).split(split)
-    if not numbers:
-        raise ValueError(f"webshop: no {goals} goal falls into the split {split!r} of this catalogue")
-    return [f"{i:07d}" for i in numbers]
 
 
 # ---- the reward
@@ -1065,7 +1071,7 @@ def nouns_of(product):
 
 
 def type_reward(product, goal):
-    """1 for the kind of product that was asked for, down to 0."""
+    """1, 0.5, 0.1 or 0: how much a product is of the kind that was asked for."""
     parts = lambda x: {part.strip() for part in x["product_category"].split("\u203a")}
     bought, wanted = nouns_of(product), nouns_of(goal)
     title = len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
@@ -1105,7 +1111,7 @@ class WebShop:
 
     fallback, flags, horizon, max_prompt, graded = 20, ("data", "goals", "horizon"), 15, 4096, True  # its pages are long
     held_out, categories, episode = ("test", 500), SHELVES, ShopEpisode
-    finds_back = False  # not every page lets the demonstrator go on
+    finds_back = False  # a random click may buy; and few pages list a search, so that none would be among the random commands
 
     def __init__(self, data=None, goals="synthetic", seed=0, mode="text", horizon=horizon):
         if horizon < 1:
@@ -1115,6 +1121,12 @@ class WebShop:
         self.catalogue = catalogue_of(webshop_root(data))
         self.goals, self.mode, self.horizon = goals_of(self.catalogue, goals, seed), mode, horizon
         nouns_of(self.catalogue.product(0))  # so that its warning comes at once
+
+    def tasks(self, split):
+        numbers = self.goals.split(split)
+        if not numbers:
+            raise ValueError(f"webshop: no {self.goals.source} goal falls into the split {split!r} of this catalogue")
+        return [f"{i:07d}" for i in numbers]
 
     def reset(self, task):
         try:
@@ -1194,7 +1206,7 @@ class WebShop:
 
     def clickables(self):
         nodes = self.nodes()
-        return list(dict.fromkeys([text.lower() for kind in ("button", "link") for text, what in nodes if what == kind]
+        return list(dict.fromkeys([text.lower() for wanted in ("button", "link") for text, what in nodes if what == wanted]
                                   + [text for text, what in nodes if what == "label"]))
 
     # ---- what can be seen
@@ -1228,23 +1240,23 @@ class WebShop:
 
     def observation(self):
         nodes = []
-        for text, kind in self.nodes():
+        for text, what in self.nodes():
             if text.strip(" \t\n\f\r"):
-                nodes.append((text, kind))
+                nodes.append((text, what))
             elif text and "\n" not in text:  # what HTML makes of blanks
-                nodes.append((" ", kind))
+                nodes.append((" ", what))
         if self.mode == "text":
             return " [SEP] ".join(text.strip() for text, _ in nodes)
         # an option counts as chosen where the page's address, query and all, has it in quotes
         address, chosen, out = f"{'+'.join(self.keywords)}/{self.page_number}/{json.dumps(self.options)}", "", ""
-        for text, kind in nodes:
-            clicked = f'"{text}"' in address if kind == "label" else kind == "link" and any(
+        for text, what in nodes:
+            clicked = f'"{text}"' in address if what == "label" else what == "link" and any(
                 self.catalogue.product(n)["asin"] == text for n in self.visited)
-            if clicked and kind == "label":
+            if clicked and what == "label":
                 chosen = f"You have clicked {text}.\n" + chosen
             mark = "clicked button" if clicked else "button"
-            indent = {"label": "  ", "link": "\n"}.get(kind, "")
-            out += (f"{indent}[{mark}] {text} [{mark}_]" if kind else text) + "\n"
+            indent = {"label": "  ", "link": "\n"}.get(what, "")
+            out += (f"{indent}[{mark}] {text} [{mark}_]" if what else text) + "\n"
         return chosen + out
 
     # ---- the demonstrator
@@ -1295,29 +1307,26 @@ class WebShop:
         return way + ["click[next >]"] * (hits.index(self.target) // 10 + 1 - start) + [f"click[{product['asin'].lower()}]"]
 
 
-ENVS = {"house": (House, lambda split, **_: house_tasks(split)),
-        "alfworld": (AlfWorld, lambda split, data=None, **_: alfworld_tasks(split, data)),
-        "webshop": (WebShop, lambda split, mode=None, horizon=None, **options: webshop_tasks(split, **options))}
+ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop}
 
 
 def known(name):
     """The class of an environment, with what holds for all of its games."""
     if name not in ENVS:
         raise ValueError(f"unknown environment {name!r}; known: {', '.join(ENVS)}")
-    return ENVS[name][0]
+    return ENVS[name]
 
 
 def make_env(name, **options):
-    """house: places, objects, horizon. alfworld: data, horizon. webshop: data, goals, seed, mode, horizon. Raises ValueError for unknown names
-    and impossible numbers, FileNotFoundError where the games are missing."""
+    """house: places, objects, horizon. alfworld: data, horizon. webshop: data, goals, seed, mode, horizon. Raises ValueError for an unknown name
+    and impossible numbers, TypeError for other options, FileNotFoundError where the games are missing."""
     return known(name)(**options)
 
 
 def tasks(name, split, **options):
     """The sorted task ids of a split: house has train and test; alfworld train, valid_seen and valid_unseen; webshop train, valid and test, and the
-    original's test_500, eval_1000 and train_rest."""
-    known(name)
-    return ENVS[name][1](split, **options)
+    original's test_500, eval_1000 and train_rest. Options and errors are make_env's, and ValueError for an unknown split."""
+    return make_env(name, **options).tasks(split)
 
 
 def options_for(name, given):
@@ -1358,7 +1367,7 @@ def words():
 
 
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
-    """An episode of the expert: a list of (obs, info, thought, label, executed). In the house and in ALFWorld, `forget` is the share of
+    """An episode of the demonstrator (`advice`): a list of (obs, info, thought, label, executed). In the house and in ALFWorld, `forget` is the share of
     episodes played by the forgetful demonstrator (over soon after its failure). Where the env's demonstrator `finds_back`, `noise` is the share of
     steps at which a random command is executed in place of the label, so that mistakes and the way out of them are seen too."""
     rng = random.Random(f"demonstration {seed} {task}")
@@ -1461,7 +1470,7 @@ class Pool:
 
         pool.load(tasks)                     loads games in the background: the next iteration's, while the model is busy
         pool.start(key, task); pool.step(key, action); pool.demo(key, task, seed, forget, noise)
-        pool.gather(keys)                    their answers, in the order of keys
+        pool.gather(keys)                    their answers, in the order of keys: (obs, info), the five of step(), the list of demonstrate()
         pool.drop(key)                       gives up an unfinished game
 
     A worker that dies, or keeps its caller waiting for half an hour, is restarted and its episodes are played again from their first
@@ -1473,9 +1482,12 @@ class Pool:
     def __init__(self, name, options=None, workers=0):
         self.name, self.options, self.env = name, options or {}, known(name)
         self.local = None if workers else Games(name, self.options)
-        self.procs, self.conns, self.outbox, self.open = [None] * workers, [None] * workers, [None] * workers, [0] * workers
-        self.seats, self.keys, self.answers, self.loading = {}, {}, {}, {}  # by key; key by number; by key; workers by task
-        self.count, self.loaded, self.deaths, self.seconds = 0, -1, [0] * workers, 0.0  # seconds spent on games or waiting for them
+        self.procs, self.conns, self.outbox = [None] * workers, [None] * workers, [None] * workers
+        self.owed, self.deaths = [0] * workers, [0] * workers  # answers a worker has not given yet; its deaths since it last gave one
+        self.seats, self.answers = {}, {}  # by key
+        self.keys, self.count = {}, 0  # by a seat's number; how many seats there have been
+        self.loading, self.loaded = {}, -1  # the workers that load a task; the one that was last told to
+        self.seconds = 0.0  # spent on games, or waiting for them
         for w in range(workers):
             self.spawn(w)
 
@@ -1503,15 +1515,15 @@ class Pool:
 
     def gather(self, keys):
         began, keys = time.time(), list(keys)
-        strangers = [k for k in keys if k not in self.seats]
-        if strangers:
-            raise KeyError(f"no game was started under {strangers[:4]}")
+        idle = [k for k in keys if k not in self.seats or k not in self.answers and self.seats[k].heard == len(self.seats[k].asked)]
+        if idle:
+            raise KeyError(f"nothing has been asked of {idle[:4]}")
         while any(k not in self.answers for k in keys):
             heard = wait(self.conns, self.PATIENCE)
             for conn in heard:
                 self.listen(self.conns.index(conn))
             for w in range(len(self.procs)) if not heard else ():
-                if self.open[w]:
+                if self.owed[w]:
                     self.revive(w)
         self.seconds += time.time() - began
         for key in keys:
@@ -1551,6 +1563,7 @@ class Pool:
                 self.answers[key] = getattr(self.local, op)(seat.number, *args)
             except Exception as error:
                 self.answers[key] = GameError(f"{type(error).__name__}: {error}")
+            seat.heard += 1
             self.seconds += time.time() - began
         else:
             self.post(seat.worker, op, seat.number, *args)
@@ -1560,9 +1573,9 @@ class Pool:
         self.flush(w)
 
     def flush(self, w):
-        while self.outbox[w] and self.open[w] < self.UNANSWERED:
+        while self.outbox[w] and self.owed[w] < self.UNANSWERED:
             message = self.outbox[w].pop(0)
-            self.open[w] += message[0] in ("start", "step", "demo")
+            self.owed[w] += message[0] in ("start", "step", "demo")
             try:
                 self.conns[w].send(message)
             except OSError:
@@ -1573,7 +1586,7 @@ class Pool:
             number, answer = self.conns[w].recv()
         except (EOFError, OSError):
             return self.revive(w)
-        self.open[w] -= 1
+        self.owed[w] -= 1
         self.flush(w)
         if number not in self.keys:
             return  # of a game given up meanwhile
@@ -1590,7 +1603,7 @@ class Pool:
         code = "import sys; sys.path.insert(0, sys.argv[1]); import envs; envs.worker_main()"
         here, what = os.path.dirname(os.path.abspath(__file__)), json.dumps([self.name, self.options])
         self.procs[w] = subprocess.Popen([sys.executable, "-c", code, here, str(theirs.fileno()), what], pass_fds=[theirs.fileno()])
-        self.outbox[w], self.open[w] = [], 0
+        self.outbox[w], self.owed[w] = [], 0
         theirs.close()
 
     def revive(self, w):
@@ -1650,16 +1663,16 @@ def bench(name, options, games, steps, workers):
     few = random.Random(0).sample(games, min(8, len(games)))
     for env in envs.values():
         wander(env, few[0], 1)  # imports
-    played = {kind: [] for kind in envs}
+    played = {engine: [] for engine in envs}
     for task in few:  # side by side, so that a noisy machine is noisy for both
-        for kind, env in envs.items():
-            played[kind].append(wander(env, task, steps))
+        for engine, env in envs.items():
+            played[engine].append(wander(env, task, steps))
     middle = lambda xs: sorted(xs)[len(xs) // 2]
-    steps = {kind: [s for _, _, seconds in runs for s in seconds] for kind, runs in played.items()}
-    times = {kind: (middle([reset for _, reset, _ in runs]), middle(steps[kind])) for kind, runs in played.items()}
+    steps = {engine: [s for _, _, seconds in runs for s in seconds] for engine, runs in played.items()}
+    times = {engine: (middle([reset for _, reset, _ in runs]), middle(steps[engine])) for engine, runs in played.items()}
     print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}{'steps a second':>16}   medians of {len(few)} games; the mean over {len(steps['ours'])} steps")
-    for kind, (reset, step) in times.items():
-        print(f"{kind:8}{1000 * reset:20.2f}{1000 * step:12.3f}{len(steps[kind]) / sum(steps[kind]):16.0f}")
+    for engine, (reset, step) in times.items():
+        print(f"{engine:8}{1000 * reset:20.2f}{1000 * step:12.3f}{len(steps[engine]) / sum(steps[engine]):16.0f}")
     if "stock" in times:
         same = sum(json.dumps(a[0]) == json.dumps(b[0]) for a, b in zip(*played.values()))
         print(f"{'times':8}{times['stock'][0] / times['ours'][0]:20.1f}{times['stock'][1] / times['ours'][1]:12.1f}"

@@ -507,7 +507,6 @@ def evaluate(args):
     env, repeats = setting["env"], range(args.repeats)
     split = args.split or envs.known(env).held_out[0]
     games = spaced(envs.tasks(env, split, **options), args.limit)
-    envs.make_env(env, **options)
     kinds = [split] + [word for word in (options.get("goals"), args.prompt) if word not in (None, "synthetic", "plain")]
     name = f"eval-{'-'.join(kinds)}.json"
     out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")

@@ -804,6 +804,9 @@ def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
             pool.gather(["key"])
         pool.start("a", ids[0])
         assert pool.gather(["a"]) == said[ids[0]][:1]
+        for nobody in ("a", "b"):  # instead of waiting for an answer that will never come
+            with pytest.raises(KeyError, match=f"nothing has been asked of .'{nobody}'"):
+                pool.gather([nobody])
         pool.step("a", "look")
         pool.drop("a")  # with an answer under way
         assert side_by_side(pool, ids) == said
@@ -862,9 +865,11 @@ def check_alfworld(env, task):
         *answer, info = env.step(command)
         assert pattern_of(command, answer) and answer[1:] == [10.0 * (left == 1), left == 1, False]
         assert (info["won"], info["score"]) == (left == 1, float(left == 1))
-    assert env.expert() is None
+    assert env.expert() is None and env.step("look")[1:3] == (0.0, True)  # it is won once
     env.reset(task)
     plan = env.expert()
+    for action in ("look", "inventory", "help"):
+        env.step(action)
     for action in ("eat the moon", "", "x" * 5000, "去", "go to bed 99"):
         assert env.step(action)[:3] == ("Nothing happens.", 0.0, False) and env.expert() == plan
 
@@ -902,7 +907,7 @@ def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
     plan = env.expert()
     env.step("take mug 1 from sofa 1")
     assert env.expert() == plan  # nothing happened
-    env.step("go to desk 1")
+    env.step(" go to desk 1 ")
     assert env.expert() is None and env.advice() == ("find mug", "go to bed 1")
     turns = demonstrate(env, TRIAL, 0)
     assert [t[3] for t in turns] == plan and [t[2] for t in turns] == ["find mug", "find mug", "put mug in desk", "put mug in desk"]
@@ -914,6 +919,24 @@ def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
         assert env.played[-1] == "move mug 1 to desk 1" and env.steps < env.horizon
     assert slips > 20
     assert [t[2:4] for t in demonstrate(env, TRIAL, 0, forget=1.0)] == [t[2:4] for t in demonstrate(env, TRIAL, 0)]  # nothing to forget in this task
+
+
+def test_the_demonstrator_sees_what_has_been_undone():
+    env = envs.AlfWorld.__new__(envs.AlfWorld)
+    env.goal, env.verb = ["mug", "desk"], "cool"
+    heat, cool, put, take = "heat mug 1 with microwave 1", "cool mug 1 with fridge 1", "move mug 1 to desk 1", "take mug 1 from desk 1"
+    for env.played, treated, placed in (([], False, 0), ([heat, put], False, 1), ([cool], True, 0), ([heat, cool, put], True, 1), ([cool, heat], False, 0),
+                                        ([cool, put, take], True, 0), ([put, take, "move mug 1 to bed 1"], False, 0), ([cool, put, take, put], True, 1)):
+        assert (env.treated("mug 1"), env.placed(any_state=True), env.placed()) == (treated, placed, placed * treated)
+        assert not env.treated("mug 2")
+    env.verb, env.played = "clean", ["clean mug 1 with sinkbasin 1", heat]
+    assert env.treated("mug 1")  # and stays clean
+
+
+def test_options_that_are_nobodys_are_refused():
+    for name in ("house", "alfworld", "webshop"):
+        with pytest.raises(TypeError, match="palces"):
+            tasks(name, "train", palces=5)
 
 
 @needs_package

@@ -120,7 +120,7 @@ class Config:
     warmup_lr: float = 1e-5  # its highest
     warmup_batch: int = 64  # turns a step
     warmup_text: float = 0.0  # weight of predicting what is read, beside what is said
-    warmup_until: float = 0.98  # ... and no more once this share of sampled actions is admissible
+    warmup_until: float = 0.98  # it ends once this share of sampled actions is admissible, looked at every 200 steps
     forget: float = 0.0  # share of demonstrations by the forgetful demonstrator (house, alfworld)
     noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house, alfworld)
 
@@ -237,7 +237,6 @@ def check(config):
         raise ValueError(f"--log {config.log}: that package is not installed (pip install {config.log})")
     if config.env == "alfworld" and importlib.util.find_spec("alfworld") is None:
         raise ValueError("--env alfworld needs the alfworld package: pip install alfworld")
-    envs.make_env(config.env, **env_options(config))
     for split in ("train", envs.known(config.env).held_out[0]):
         envs.tasks(config.env, split, **env_options(config))
 
@@ -901,7 +900,7 @@ class Log:
 
 
 def demonstrations(lm, pool, tasks, seed, context, config):
-    """Expert episodes as training samples [(ids, spans)]. Steps at which the demonstrator's hand slipped are shown with what
+    """The demonstrator's episodes as training samples [(ids, spans)]. Steps at which the demonstrator's hand slipped are shown with what
     should have been done (window) or not trained on (full: the slip is part of the conversation)."""
     names = [("demonstration", i) for i in range(len(tasks))]
     for name, task in zip(names, tasks):
@@ -951,7 +950,7 @@ def imitate(lm, pool, config):
         context = contexts[step % len(contexts)]
         while sum(len(spans) for _, spans in stock[context]) < 4 * config.warmup_batch:
             rng = np.random.default_rng([config.seed, step, len(stock[context]), DEMONSTRATIONS])
-            stock[context] += demonstrations(lm, pool, [practice[i] for i in rng.choice(len(practice), 32)], step, context, config)
+            stock[context] += demonstrations(lm, pool, [practice[i] for i in rng.choice(len(practice), 32)], (config.seed, step), context, config)
             rng.shuffle(stock[context])
         batch = []
         while sum(len(spans) for _, spans in batch) < config.warmup_batch:
