@@ -508,7 +508,7 @@ def forget_facts(most=50_000):
 class AlfWorld(Seeker):
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are the engine's own; `stock`
-    leaves TextWorld as it is, twenty times slower."""
+    leaves TextWorld as it is, some twenty times slower a step."""
 
     fallback, flags, horizon, max_prompt, graded = 30, ("data", "horizon"), 50, 2048, False
     held_out, categories, episode = ("valid_seen", 140), CATEGORIES, Episode

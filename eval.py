@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 import urllib.error
@@ -207,9 +208,8 @@ class Endpoint:
 
 def thought_of(text):
     """What stands between the think tags, or before the action."""
-    low = text.lower()
-    start, end = low.find("<think>"), low.find("</think>")
-    return " ".join((text[start + 7:end] if 0 <= start < end else text[:max(0, low.find("<action>"))]).split())
+    found = re.search("<think>(.*?)</think>", text, re.I | re.S) or re.search("(.*?)<action>", text, re.I | re.S)
+    return " ".join(found[1].split()) if found else ""
 
 
 def play_prompted(answers, games, pool, style, *, first=0, history=2, quiet=False, keep=lambda record: None):

@@ -153,6 +153,9 @@ class ActorCritic:
     r_max: float = 10.0
     compile: bool = False  # torch.compile for scoring
 
+    def __post_init__(self):
+        self.run = compiled_body(self.model.base_model) if self.compile else self.model.base_model
+
     @property
     def device(self):
         return self.model.device
@@ -160,10 +163,6 @@ class ActorCritic:
     @functools.cached_property
     def value_index(self):  # value_ids where the model is: a list would be copied there again and again
         return torch.tensor(self.value_ids, device=self.device)
-
-    @functools.cached_property
-    def run(self):
-        return compiled_body(self.model.base_model) if self.compile else self.model.base_model
 
     @property
     def sizes(self):
@@ -179,14 +178,14 @@ class ActorCritic:
 
     @property
     def chunk(self):  # positions whose logits exist at a time: about 256 MiB of float32
-        return max(64, 2 ** 26 // len(self.model.get_output_embeddings().weight))
+        return max(1, 2 ** 19 // len(self.model.get_output_embeddings().weight)) * 128  # of whole tiles of a GPU's products
 
     @property
     def max_length(self):
         return getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
 
-    def body(self, ids, **kwargs):  # (B, T) -> (B, T, D)
-        return self.model.base_model(input_ids=ids, **kwargs).last_hidden_state
+    def body(self, ids):  # (B, T), padded on the right -> (B, T, D)
+        return hidden_states(self.model.base_model, self.run, ids)
 
     def logits(self, hidden):  # (..., D) -> (..., V)
         return self.model.get_output_embeddings()(hidden)
@@ -201,23 +200,22 @@ class ActorCritic:
     def readout(self, hidden):  # (..., D) -> p in [-1, 1], (...)
         return value_readout(self.value_logits(hidden), (0, 1), tau=self.tau_v)
 
-    def token_scores(self, hidden, token, temperature):
+    def token_scores(self, hidden, token):
         """Hidden states (M, D) and the tokens (M,) that followed -> their log-probs (M,), the policy's entropy there (M,)."""
-        logp = restricted_log_softmax(self.logits(hidden).float() / temperature, self.value_index)  # (M, V)
+        logp = restricted_log_softmax(self.logits(hidden).float(), self.value_index)  # (M, V)
         return logp.gather(1, token[:, None])[:, 0], entropy(logp, self.value_index)
 
-    def score(self, batch, temperature=1.0):
+    def score(self, batch):
         """One forward -> logp (B, T), entropy (B, T), p_v (N,), p_q (N,). Log-probs and entropy are those of the restricted
-        policy at `temperature`, 0 off the response tokens.
+        policy, at temperature 1 as in training's rollouts, and 0 off the response tokens.
 
         Logits are made of response positions alone, a chunk of them at a time, and made again in the backward pass: never is
         there more than a chunk of them, however large the batch."""
-        hidden = hidden_states(self.model.base_model, self.run, batch.ids)
+        hidden = self.body(batch.ids)
         b, t = batch.b, batch.t  # (M,): each response token is predicted by the position before it
         chunks = list(zip(hidden[b, t - 1].split(self.chunk), batch.ids[b, t].split(self.chunk)))
         again = len(chunks) > 1 and torch.is_grad_enabled()
-        parts = [checkpoint(self.token_scores, *c, temperature, use_reentrant=False, preserve_rng_state=False) if again
-                 else self.token_scores(*c, temperature) for c in chunks]
+        parts = [checkpoint(self.token_scores, *c, use_reentrant=False, preserve_rng_state=False) if again else self.token_scores(*c) for c in chunks]
         logp, h = (x.new_zeros(batch.ids.shape).index_put((b, t), x) for x in map(torch.cat, zip(*parts)))
         before, after = hidden[batch.seq, batch.start - 1], hidden[batch.seq, batch.end - 1]  # (N, D) each
         p_v, p_q = self.readout(torch.stack([before, after]))  # SAPO: V before the response sees no action, Q after it sees no reward
@@ -422,7 +420,7 @@ def readout_at_start(lm, prompts):
     -> (mean, standard deviation, saturated fraction). ValueError where most readouts start where Eq. 1 is flat."""
     diffs = []
     for ids in prompts:
-        hidden = lm.body(torch.tensor([ids + lm.chat.later("-")[:1]], device=lm.device), use_cache=False)[0, -2:]
+        hidden = lm.body(torch.tensor([ids + lm.chat.later("-")[:1]], device=lm.device))[0, -2:]
         plus, minus = lm.value_logits(hidden).unbind(-1)
         diffs.append(plus - minus)
     diff = torch.cat(diffs)

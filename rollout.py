@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import envs
-from model import attention, load, micro_batches, restricted_log_softmax
+from model import all_full, attention, load, micro_batches, restricted_log_softmax
 
 # ---------------------------------------------------------------------------------------------------------- sampling
 
@@ -225,6 +225,7 @@ class Sampler:
         self.lm, self.engine, self.context, self.max_new, self.temperature = lm, engine, context, max_new, temperature
         self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
         self.added, self.open = [], 0
+        self.longest = lm.max_length  # of a sequence with its response, as far as is known
         if engine == "kv":
             self.prepare(compile)
 
@@ -295,10 +296,8 @@ class Sampler:
         """Looks at the model's own cache and compares the engine with the model: ValueError where it cannot serve it."""
         lm, config, device = self.lm, self.lm.model.config, self.lm.device
         refusal = f"the kv engine cannot serve {type(lm.model).__name__}, use --engine hf: "
-        layers = getattr(config, "layer_types", None)
-        limited = getattr(config, "sliding_window", None) if layers is None else set(layers) - {"full_attention"}
-        if limited:
-            raise ValueError(f"{refusal}its attention is limited ({limited})")
+        if not all_full(lm.model.base_model):
+            raise ValueError(f"{refusal}some of its layers have sliding or otherwise limited attention")
         if any(kind in str(getattr(config, "rope_parameters", "")) for kind in ("'dynamic'", "'longrope'")):
             raise ValueError(f"{refusal}its positions depend on the longest sequence of the batch")
         ids = at = torch.arange(4, device=device)[None]
@@ -330,7 +329,8 @@ class Sampler:
         """ids and their positions at (R, T), in the rows (R,) -> hidden states (R, T, D). `read`, `span`: as KVCache.aim has them."""
         mask = self.rows.cache.aim(rows, at, read, span)
         real = at % min(self.rows.cache.length, self.lm.max_length)  # padding and idle rows may stand one past the last position
-        return self.lm.body(ids, position_ids=real, attention_mask=mask, past_key_values=self.rows.cache, use_cache=True)
+        return self.lm.model.base_model(input_ids=ids, position_ids=real, attention_mask=mask, past_key_values=self.rows.cache,
+                                        use_cache=True).last_hidden_state
 
     def kv(self, steps):
         """Encodes what was added, then decodes until a row has ended, for `steps` steps at most (rounded up to `every`)."""
@@ -366,10 +366,9 @@ class Sampler:
             pad = lambda x, value: list(x) + [value] * (width - len(x))
             ids, at = torch.tensor([[pad(ids, 0), pad(range(start, start + len(ids)), rows.cache.length)] for ids, _, start in chunk],
                                    device=device).unbind(1)  # (R, T)
-            index = torch.tensor([i for _, i, _ in chunk], device=device)
-            hidden = self.forward(ids, at, index, index if any(start for _, _, start in chunk) else None, span)
-            rows.hidden[index] = last = hidden[range(len(chunk)), [len(ids) - 1 for ids, _, _ in chunk]]
-            rows.v[index] = self.lm.readout(last)  # SAPO: V costs two dot products
+            which, index, last = torch.tensor([(k, i, len(ids) - 1) for k, (ids, i, _) in enumerate(chunk)], device=device).unbind(1)
+            hidden = self.forward(ids, at, index, index if any(start for _, _, start in chunk) else None, span)[which, last]
+            rows.hidden[index], rows.v[index] = hidden, self.lm.readout(hidden)  # SAPO: V costs two dot products
         self.tokens_encoded += sum(len(ids) for ids, _, _ in new)
         self.settle([*range(self.open), *(i for _, i, _ in new)])
 
@@ -377,8 +376,8 @@ class Sampler:
         cache, (rows, length) = self.rows.cache, self.bucket(rows, length)
         if rows > cache.rows or length > cache.length:
             self.graphs, self.graph_memory = {}, None
-            if length > cache.length:  # by half at least, or every turn of a long conversation would copy it all
-                length = self.bucket(1, max(length, cache.length * 3 // 2))[1]
+            if length > cache.length:  # by half, or every turn of a long conversation would copy it all
+                length = self.bucket(1, max(length, min(cache.length * 3 // 2, self.longest)))[1]
             self.rows.grow(max(rows, cache.rows), max(length, cache.length))
 
     def bucket(self, n, span):
@@ -469,7 +468,7 @@ class Turn:
     done: bool  # the episode ended after this turn, by the environment or at the horizon
     truncated: bool  # ... at the horizon, or outgrown
     invalid: bool  # the response could not be parsed
-    admissible: bool  # the environment could use the action
+    admissible: bool  # the game offered the action; in the shop any search is one
     won: bool
     score: float
     task: str
@@ -544,8 +543,8 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
 
     A response that has ended is handed to its game while the others go on; the game's answer is taken PATIENCE decoding
     steps later, or when more games think than rows are decoded, and is waited for if need be. What is decoded together thus never
-    depends on the clock: games may answer in any order, workers may die, and a run repeats to the last bit. (With other rows, or another
-    engine, the tokens are the same up to rounding.)
+    depends on the clock: games may answer in any order, workers may die, and with the same weights a rollout repeats to the last bit. (With
+    other rows, or another engine, the tokens are the same up to rounding.)
 
     `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers. max_prompt bounds a
     window's prompt, max_context (default: the model's limit) a whole sequence with its response: an episode whose next
@@ -555,6 +554,7 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
     by_name, waiting, thinking = {play.traj: play for play in plays}, deque(plays), deque()  # thinking: (play, step), oldest first
     limit = min(max_context or lm.max_length, lm.max_length) - sampler.max_new
     limit = min(limit, max_prompt) if sampler.context == "window" else limit
+    sampler.longest = limit + sampler.max_new
 
     def begin():
         play = waiting.popleft()
@@ -572,7 +572,7 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
             pool.drop(play.traj)
         else:
             raise ValueError(f"the first prompt of {play.task} has {len(whole)} tokens and only {limit} fit beside a response of "
-                             f"{sampler.max_new}: lower --max_new, raise --max_prompt, or take a model with a longer context")
+                             f"{sampler.max_new}: lower --max_new, raise --max_prompt or --max_context, or take a model with a longer context")
 
     sampler.forget()
     for _ in range(min(rows or len(plays), len(plays))):

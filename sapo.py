@@ -71,12 +71,18 @@ def discounted_returns(traj, turn, reward, *, gamma):
     return turn_targets(traj, turn, reward, none, none, none, gamma=gamma, lam=1.0)[0]
 
 
+def episode_returns(traj, reward):
+    """The whole reward of the trajectory each turn belongs to. (N,) -> (N,)."""
+    ids, row = traj.unique(return_inverse=True)
+    return reward.new_zeros(len(ids)).index_add_(0, row, reward)[row]
+
+
 @torch.no_grad()
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
     """Eq. 7: (N,) -> (N,). Mean and population std over valid turns, over all ranks of `group` (a torch.distributed
     process group; None: this process alone). `invalid` marks turns whose action could not be parsed: they are charged
-    c_inv first. `valid` says which turns count (or, as numbers, how much each does in mean and std); the others get 0. One turn, or equal ones, give 0 up to
-    rounding, never NaN."""
+    c_inv first. `valid` says which turns count, or how much each counts in mean and std; the others get 0. One turn, or
+    equal ones, give 0 up to rounding, never NaN."""
     times = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
     charged = torch.where(times > 0, charged, 0.0)
@@ -215,8 +221,7 @@ def gigpo_advantages(traj, turn, group, state, reward, *, gamma=0.95, weight=1.0
     """GiGPO (arXiv 2505.10978): GRPO's advantage of the episode plus `weight` times that of the step, among all turns of a task at which
     the agent saw the same: `state` (N,) numbers the observations. A step's return is the discounted reward from it to the end. `std` False
     divides neither by a standard deviation. A state seen once adds 0. All (N,) -> (N,)."""
-    ids, row = traj.unique(return_inverse=True)
-    score = torch.zeros(len(ids), dtype=torch.float64, device=reward.device).scatter_add_(0, row, reward.double())[row]
+    score = episode_returns(traj, reward.double())
     anchor = torch.stack([group, state]).unique(dim=1, return_inverse=True)[1]
     step = standardized(discounted_returns(traj, turn, reward.double(), gamma=gamma), anchor, std, eps)
     return (grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step).to(reward.dtype)

@@ -1684,7 +1684,7 @@ def test_kv_and_hf_play_the_same_games_and_agree_with_the_scoring_forward(archit
         for turns in played.values():
             batch = make_batch(make_samples(turns, context))
             with torch.no_grad():
-                logp, _, p_v, p_q = lm.score(batch, temperature or 1.0)
+                logp, _, p_v, p_q = lm.score(batch)
             scored = [logp[s, a:b] for s, a, b in zip(batch.seq, batch.start, batch.end)]
             assert max((torch.tensor(t.logp) - x).abs().max() for t, x in zip(turns, scored)) < 1e-4
             torch.testing.assert_close(torch.tensor([t.v for t in turns]), lm.r_max * p_v, atol=1e-4, rtol=0)
@@ -2110,8 +2110,8 @@ def prepared(tmp_path, *flags, sharp=True):
         t.reward, t.invalid = 10.0 * (t.done and i % 2), i % 3 == 0
     batches = train.mini_batches(turns, config, 0)
     micros = [m for b in batches for m in b]
-    train.evaluate_old(lm, micros)
-    train.evaluate_reference(lm, micros)
+    train.score_old(lm, micros)
+    train.score_reference(lm, micros)
     train.set_targets(micros, config, lm.device)
     return config, lm, turns, batches
 
@@ -2605,7 +2605,7 @@ def test_the_samplers_own_statistics_are_those_of_the_pass(tmp_path):
         config, lm, turns, batches = prepared(tmp_path, "--context", context)
         micros = [m for b in batches for m in b]
         recomputed = [(m.logp_old, m.p_v_old, m.p_q_old) for m in micros]
-        assert 0 < train.evaluate_old(lm, micros, "rollout") < 1e-4
+        assert 0 < train.score_old(lm, micros, "rollout") < 1e-4
         for m, old in zip(micros, recomputed):
             for ours, theirs in zip((m.logp_old, m.p_v_old, m.p_q_old), old):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
@@ -2766,7 +2766,7 @@ def update_of_a_rank(rank, size, uneven, context, out):
     for t in turns:
         t.reward, t.invalid = 10.0 * (t.done and t.traj % 2), t.turn % 3 == 0
     batch, = train.mini_batches(turns, config, 0)
-    train.evaluate_old(lm, batch)
+    train.score_old(lm, batch)
     for m in batch:  # off-policy, or nothing would be clipped
         m.logp_old, m.p_v_old, m.p_q_old = m.logp_old + 0.3 * m.batch.mask, m.p_v_old + 0.1, m.p_q_old - 0.1
         m.logp_ref = m.logp_old - 0.1 * m.batch.mask

@@ -31,7 +31,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -48,8 +47,8 @@ import envs
 import eval as evaluation
 from model import ActorCritic, Batch, Critic, architecture, load, make_batch, micro_batches, readout_at_start, restricted_log_softmax
 from rollout import Sampler, Turn, limits, make_samples, next_prompt, rollout
-from sapo import (GROUPED, discounted_returns, empg_advantages, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages, rloo_advantages, sapo_loss,
-                  token_gae, turn_targets, value_loss)
+from sapo import (GROUPED, discounted_returns, empg_advantages, episode_returns, explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
+                  rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 
 
 # Streams of random numbers, beside the seed and the iteration. eval.py has 5 and 6.
@@ -124,7 +123,7 @@ class Config:
     forget: float = 0.0  # share of demonstrations by the forgetful demonstrator (house, alfworld)
     noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house, alfworld)
 
-    eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); --tasks if that is below 64
+    eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); of the games, --tasks if that is below 64
     eval_temperature: float = 0.4  # of the games before and after
     save_every: int = 1  # iterations between checkpoints
     resume: bool = False  # go on with the run in --out from its last checkpoint; flags that are not given are the run's
@@ -172,7 +171,7 @@ def parse_config(argv=None):
 
 
 # What a resumed run may change: its length and surroundings, and what helps where memory ran out (it changes nothing but rounding).
-FREE = {"iterations", "save_every", "workers", "data", "log", "out", "resume", "tokens_per_micro_batch", "rows", "checkpointing", "compile"}
+MAY_CHANGE = {"iterations", "save_every", "workers", "data", "log", "out", "resume", "tokens_per_micro_batch", "rows", "checkpointing", "compile"}
 
 
 def default_out(given):
@@ -192,7 +191,7 @@ def stored_flags(given):
         return {"out": out}  # killed before it had begun: it begins anew
     stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
     stored["value_tokens"] = stored["value_tokens"] and tuple(stored["value_tokens"])
-    other = [f"--{k} is {stored[k]} there" for k, v in given.items() if k not in FREE and k in stored and stored[k] != (tuple(v) if isinstance(v, list) else v)]
+    other = [f"--{k} is {stored[k]} there" for k, v in given.items() if k not in MAY_CHANGE and k in stored and stored[k] != (tuple(v) if isinstance(v, list) else v)]
     if other:
         raise ValueError(f"--resume: {out} was begun otherwise ({'; '.join(other)})")
     return stored | {"out": out}
@@ -299,9 +298,6 @@ class MicroBatch:
     value: torch.Tensor = None  # a separate critic's (B, T), over R_max: its old values, their targets, and which of them count
     value_target: torch.Tensor = None
     value_mask: torch.Tensor = None
-
-    score: torch.Tensor = None  # without Eq. 6: (N,), the episode's return, and what is charged for an invalid action
-    charge: torch.Tensor = None
     entropy: torch.Tensor = None  # (B, T), EMPG's: of the rollout policy
 
 
@@ -329,19 +325,19 @@ def column(values, device, dtype=torch.float32):
 
 
 @torch.no_grad()
-def evaluate_old(lm, micros, old="recompute"):
+def score_old(lm, micros, old="recompute"):
     """Algorithm 1, line 3: V_old and Q_old come with the pass that gives the old log-probs; with `old` "rollout" all three are the
     sampler's own, and the pass is made for one micro-batch alone. -> mean distance between the log-probs of the sampler and of the pass."""
+    for m in micros:  # all of them first: a copy waits until the GPU has done what it was told before
+        m.batch = m.batch.to(lm.device)
+        m.logp_old = torch.zeros(m.batch.ids.shape, device=lm.device)
+        m.logp_old[m.batch.b, m.batch.t] = column((x for t in m.turns for x in t.logp), lm.device)
+        m.p_v_old, m.p_q_old = (column((getattr(t, x) for t in m.turns), lm.device) / lm.r_max for x in "vq")
     off = []
     for n, m in enumerate(micros):
-        m.batch = m.batch.to(lm.device)
-        sampled = torch.zeros(m.batch.ids.shape, device=lm.device)
-        sampled[m.batch.b, m.batch.t] = column((x for t in m.turns for x in t.logp), lm.device)
-        m.logp_old = sampled
-        m.p_v_old, m.p_q_old = column((t.v for t in m.turns), lm.device) / lm.r_max, column((t.q for t in m.turns), lm.device) / lm.r_max
         if old == "recompute" or n == len(micros) // 2:  # in the middle: micro-batches are sorted by length
             logp, m.entropy, p_v, p_q = lm.score(m.batch)  # SAPO: no second model is run
-            off.append((logp - sampled)[m.batch.b, m.batch.t].abs())
+            off.append((logp - m.logp_old)[m.batch.b, m.batch.t].abs())
             if old == "recompute":
                 m.logp_old, m.p_v_old, m.p_q_old = logp, p_v, p_q
     sums = gather([(x.sum().item(), len(x)) for x in off])  # not sooner: every look waits for the GPU
@@ -349,33 +345,35 @@ def evaluate_old(lm, micros, old="recompute"):
 
 
 @torch.no_grad()
-def evaluate_reference(reference, micros):
+def score_reference(reference, micros):
     for m in micros:
         m.logp_ref = reference.score(m.batch)[0]
 
 
 def set_targets(micros, config, device):
     """Algorithm 1, lines 4 and 5. Statistics are taken over all turns of the iteration. -> old V, Q and returns (N,), for the log."""
-    turns = [t for m in micros for t in m.turns]
-    traj, turn = column((t.traj for t in turns), device, torch.long), column((t.turn for t in turns), device, torch.long)
-    reward, done, invalid = (column((getattr(t, name) for t in turns), device) for name in ("reward", "done", "invalid"))
+    traj, turn, reward, done, invalid = of_turns(micros, device)
     p_v, p_q = (torch.cat([getattr(m, x) for m in micros]) if micros else column((), device) for x in ("p_v_old", "p_q_old"))
     if not config.c_v and config.critic == "shared":
         p_v = torch.zeros_like(p_v)  # a readout that nobody trains is no value
     adv, y_v, y_q = turn_targets(traj, turn, reward, done, config.r_max * p_v, config.r_max * p_q, gamma=config.gamma, lam=config.lam)
-    often = column((len(t.action_ids) for t in turns), device) if config.norm == "token" else None
+    often = column(lengths(micros), device) if config.norm == "token" else None
     adv = normalize_advantages(adv, invalid=invalid, c_inv=config.c_inv, valid=often, eps=config.eps_adv,
                                group=everyone())  # SAPO: one rollout per task, one mean for all
     sizes = [len(m.turns) for m in micros]
     for m, adv_c, *y in zip(micros, adv.split(sizes), y_v.split(sizes), y_q.split(sizes)):
         m.adv, (m.y_v, m.y_q) = m.batch.spread(adv_c), (x / config.r_max for x in y)
-    return config.r_max * p_v, config.r_max * p_q, returns_of(turns, config, device)
+    return config.r_max * p_v, config.r_max * p_q, discounted_returns(traj, turn, reward, gamma=config.gamma)
 
 
-def returns_of(turns, config, device):
-    """(N,): the discounted reward from each turn to the end of its episode."""
-    traj, turn = column((t.traj for t in turns), device, torch.long), column((t.turn for t in turns), device, torch.long)
-    return discounted_returns(traj, turn, column((t.reward for t in turns), device), gamma=config.gamma)
+def of_turns(micros, device):
+    """-> traj, turn, reward, done, invalid of all turns, (N,) each."""
+    kinds = {"traj": torch.long, "turn": torch.long, "reward": torch.float32, "done": torch.float32, "invalid": torch.float32}
+    return [column((getattr(t, name) for m in micros for t in m.turns), device, kind) for name, kind in kinds.items()]
+
+
+def lengths(micros):
+    return [len(t.action_ids) for m in micros for t in m.turns]
 
 
 def everyone():
@@ -443,46 +441,35 @@ def set_targets_by_critic(micros, config, device):
 def set_token_targets(micros, config, device):
     """PPO as the framework has it: a turn is paid the episode's return, less its charge, on its last token; GAE over its tokens with gamma =
     lambda = 1, so that a token's advantage is that return less its value; advantages whitened over all tokens."""
-    set_scores(micros, config, device)
-    adv = target = v = returns = torch.zeros(0, device=device)  # of a rank that has no turn
+    traj, _, reward, _, invalid = of_turns(micros, device)
+    returns = episode_returns(traj, reward)
+    adv = target = v = torch.zeros(0, device=device)  # of a rank that has no turn
     if micros:
-        lengths = [len(t.action_ids) for m in micros for t in m.turns]
-        table = pad_sequence(torch.cat([m.value[m.batch.b, m.batch.t] for m in micros]).split(lengths), batch_first=True)  # a row for each turn, (N, T)
-        on = torch.arange(table.shape[1], device=device) < column(lengths, device)[:, None]
-        returns, charge = (torch.cat([getattr(m, x) for m in micros]).float() for x in ("score", "charge"))
-        adv, target = (x[on] for x in token_gae(table, on, (returns - charge) / config.r_max))
+        table = pad_sequence(torch.cat([m.value[m.batch.b, m.batch.t] for m in micros]).split(lengths(micros)), batch_first=True)  # (N, T)
+        on = torch.arange(table.shape[1], device=device) < column(lengths(micros), device)[:, None]
+        adv, target = (x[on] for x in token_gae(table, on, (returns - config.c_inv * invalid) / config.r_max))
         v = config.r_max * table[:, 0]
     adv = normalize_advantages(adv, eps=config.eps_adv, group=everyone())
-    sizes = [sum(len(t.action_ids) for t in m.turns) for m in micros]
+    sizes = [len(m.batch.b) for m in micros]
     for m, *parts in zip(micros, adv.split(sizes), target.split(sizes)):
         m.adv, m.value_target = (torch.zeros_like(m.value).masked_scatter(m.batch.mask, x) for x in parts)
         m.value_mask = m.batch.mask
+        m.y_v = m.y_q = torch.zeros_like(m.p_v_old)  # idle: c_v = c_q = 0
     return v, torch.zeros_like(v), returns
-
-
-def set_scores(micros, config, device):
-    """On each turn the episode's return and the charge of an invalid action; targets of 0, which c_v = c_q = 0 make idle."""
-    total = Counter()
-    for t in (t for m in micros for t in m.turns):
-        total[t.traj] += t.reward
-    for m in micros:
-        m.y_v = m.y_q = torch.zeros(len(m.turns), device=device)
-        m.score = column((total[t.traj] for t in m.turns), device, torch.float64)
-        m.charge = config.c_inv * column((t.invalid for t in m.turns), device)
 
 
 def set_group_targets(micros, config, device):
     """GRPO, RLOO, GiGPO, EMPG: every trajectory beside the others of its task, whichever rank played them."""
-    set_scores(micros, config, device)
-    mine = []
+    my_traj, my_turn, my_reward, _, invalid = of_turns(micros, device)
+    states, entropies = [], []
     for m in micros:
-        h = torch.zeros(len(m.turns), device=device)
+        states += envs.keys_of([t.seen for t in m.turns]).view(np.int64).tolist()  # the same number for the same observation
+        h = torch.zeros_like(m.p_v_old)
         if config.algo == "empg":  # a turn's entropy is the mean over its tokens
             h = h.index_add(0, m.batch.owner[m.batch.b, m.batch.t], m.entropy[m.batch.b, m.batch.t]) / (m.batch.end - m.batch.start)
-        state = envs.keys_of([t.seen for t in m.turns]).view(np.int64).tolist()  # the same number for the same observation
-        mine += [(t.traj, t.turn, *rest) for t, *rest in zip(m.turns, state, [t.reward for t in m.turns], m.score.tolist(), h.tolist())]
-    first, rows = sum(gather([len(mine)])[:rank()]), gather(mine)
-    columns = list(zip(*rows))
+        entropies += h.tolist()
+    mine = list(zip(my_traj.tolist(), my_turn.tolist(), states, my_reward.tolist(), episode_returns(my_traj, my_reward.double()).tolist(), entropies))
+    first, columns = sum(gather([len(mine)])[:rank()]), list(zip(*gather(mine)))
     traj, turn, state = (torch.tensor(x) for x in columns[:3])
     reward, score, entropy = (torch.tensor(x, dtype=torch.float64) for x in columns[3:])
     group = traj // config.group  # pick_tasks lays a task's trajectories side by side
@@ -494,11 +481,12 @@ def set_group_targets(micros, config, device):
         adv = grpo_advantages(traj, group, score)
     if config.algo == "empg":
         adv = empg_advantages(adv, traj, turn, entropy)
-    adv = adv[first:first + len(mine)].float().to(device)
+    adv = adv[first:first + len(mine)].float().to(device) - config.c_inv * invalid
     for m, part in zip(micros, adv.split([len(m.turns) for m in micros])):
-        m.adv = m.batch.spread(part - m.charge)
-    returns = returns_of([t for m in micros for t in m.turns], config, device)
-    return torch.zeros_like(returns), torch.zeros_like(returns), returns
+        m.adv = m.batch.spread(part)
+        m.y_v = m.y_q = torch.zeros_like(part)  # idle: c_v = c_q = 0
+    nothing = torch.zeros_like(my_reward)
+    return nothing, nothing, discounted_returns(my_traj, my_turn, my_reward, gamma=config.gamma)
 
 
 def update_critic(critic, optimizer, micros, config):
@@ -506,8 +494,7 @@ def update_critic(critic, optimizer, micros, config):
     count, = denominators(sum(m.value_mask.sum().item() for m in micros))
 
     def regression(m):
-        now, old, target = (x[m.value_mask] for x in (critic(m.batch), m.value, m.value_target))
-        return value_loss(now, old, target, clip=config.clip_v, denom=count)
+        return value_loss(critic(m.batch), m.value, m.value_target, clip=config.clip_v, valid=m.value_mask, denom=count)
 
     out = take_step(critic, optimizer, micros, regression, config)
     return {f"{k}_critic": out[k] for k in ("loss", "grad_norm", "skipped")}
@@ -572,7 +559,7 @@ def optimizer_for(model, config):
 
 def set_lr(optimizer, lr, config, iteration, step):
     rise = min(1.0, (step + 1) / max(1, config.lr_rise))  # or a fresh Adam's first steps would throw the policy far
-    fall = 1 - (1 - config.lr_end) * iteration / config.iterations
+    fall = 1 - (1 - config.lr_end) * iteration / max(1, config.iterations)
     for group in optimizer.param_groups:
         group["lr"] = lr * rise * fall
 
@@ -602,44 +589,43 @@ class Learner:
     reference: ActorCritic = None
     critic: Critic = None
     critic_optimizer: object = None
+    step: int = 0  # steps so far
+    failed: int = 0  # how many of the last ones, in a row, were not finite
 
     def set_advantages(self, micros, config, clock):
         """Algorithm 1, lines 3 to 5: all that the update needs. -> old V, Q and returns (N,), and how far the sampler's log-probs were from the pass's."""
-        sampler_off = evaluate_old(self.lm, micros, config.old)  # line 3
+        sampler_off = score_old(self.lm, micros, config.old)  # line 3
         clock.lap("old")
         if self.reference:
-            evaluate_reference(self.reference, micros)
+            score_reference(self.reference, micros)
         clock.lap("ref")
         if self.critic:
-            self.evaluate_critic(micros)
+            with torch.no_grad():
+                for m in micros:
+                    m.value = self.critic(m.batch)
             clock.lap("values")
         set_them = {"sapo": set_targets_by_critic if self.critic else set_targets, "ppo": set_token_targets}.get(config.algo, set_group_targets)
         return set_them(micros, config, self.lm.device), sampler_off  # lines 4 and 5
 
-    @torch.no_grad()
-    def evaluate_critic(self, micros):
-        for m in micros:
-            m.value = self.critic(m.batch)
-
-    def learn(self, batches, config, clock, iteration=0, step=0, failed=0):
-        """Lines 6 and 7: a step on each mini-batch, `step` and `failed` counted on from before. -> the steps' numbers, and how many have failed
-        in a row by now: at five it stops."""
+    def learn(self, batches, config, clock, iteration=0):
+        """Lines 6 and 7: a step on each mini-batch -> the steps' numbers. When five have failed in a row it stops."""
         steps = []
         for micros in batches * config.epochs:
-            set_lr(self.optimizer, config.lr, config, iteration, step + len(steps))
+            set_lr(self.optimizer, config.lr, config, iteration, self.step + len(steps))
             steps.append(update(self.lm, self.optimizer, micros, config))
-            failed = (failed + 1) * steps[-1]["skipped"]
-            if failed == 5:
+            self.failed = (self.failed + 1) * steps[-1]["skipped"]
+            if self.failed == 5:
                 break
         self.optimizer.zero_grad(set_to_none=True)  # the rollout can use the memory
         clock.lap("update")
         if self.critic:
             for n, (info, micros) in enumerate(zip(steps, batches * config.epochs)):
-                set_lr(self.critic_optimizer, config.critic_lr, config, iteration, step + n)
+                set_lr(self.critic_optimizer, config.critic_lr, config, iteration, self.step + n)
                 info |= update_critic(self.critic, self.critic_optimizer, micros, config)
             self.critic_optimizer.zero_grad(set_to_none=True)
             clock.lap("critic")
-        return steps, failed
+        self.step += len(steps)
+        return steps
 
 
 def make_learner(lm, config):
@@ -655,7 +641,7 @@ def train(lm, pool, config, log):
     """Algorithm 1."""
     sampler, learner = sampler_for(lm, config), make_learner(lm, config)
     ids = envs.tasks(config.env, "train", **env_options(config))
-    done, step, failed = restore(learner, config)  # of a resumed run; else 0
+    done = restore(learner, config)  # of a resumed run; else 0
     bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations, desc=evaluation.NAMES[config.algo], disable=rank() > 0)
     for iteration in bar:
         clock = Clock(pool)
@@ -669,14 +655,13 @@ def train(lm, pool, config, log):
         micros = [m for mini in batches for m in mini]
         values, sampler_off = learner.set_advantages(micros, config, clock)  # lines 3 to 5
         with uninterrupted() as asked:  # or a checkpoint would be neither of this iteration nor of the next
-            steps, failed = learner.learn(batches, config, clock, iteration, step, failed)  # lines 6 and 7
-            step += len(steps)
+            steps = learner.learn(batches, config, clock, iteration)  # lines 6 and 7
             metrics = summary(iteration, turns, values, steps, sampler, clock, pool.env.categories) | {"sampler_off": sampler_off}
             log(metrics, turns)
-            if failed == 5:
+            if learner.failed == 5:
                 raise ValueError("five steps in a row were not finite; lower --lr, or look at the losses in metrics.jsonl")
             if (iteration + 1) % config.save_every == 0 or any(gather([bool(asked)])) or iteration + 1 == config.iterations:
-                save_checkpoint(learner, config, iteration + 1, step, failed)
+                save_checkpoint(learner, config, iteration + 1)
         bar.set_postfix_str(f"success {metrics['success']:.0%}, {metrics['turns'] / config.tasks:.1f} turns a game"
                             + (f", V explains {metrics['v_explained_variance']:.0%}" if config.critic != "none" else "")
                             + (f", {metrics['outgrown']:.0%} outgrown" if metrics["outgrown"] else ""))
@@ -754,7 +739,7 @@ def optimizers(learner):
     return [("optimizer", learner.optimizer)] + ([("critic-optimizer", learner.critic_optimizer)] if learner.critic else [])
 
 
-def save_checkpoint(learner, config, iteration, step, failed):
+def save_checkpoint(learner, config, iteration):
     """RUN/checkpoint: the model as a Hugging Face folder, and what else decides what comes next. Random numbers and the order of tasks follow
     from the seed and the iteration. With --shard every rank writes its share."""
     path, sharded = f"{config.out}/checkpoint", config.shard and world() > 1
@@ -768,7 +753,7 @@ def save_checkpoint(learner, config, iteration, step, failed):
         learner.lm.save(folder)
         if learner.critic:
             torch.save(learner.critic.state_dict(), f"{folder}/critic.pt")
-        write_file(f"{folder}/progress.json", json.dumps({"iteration": iteration, "step": step, "failed": failed, "shards": world() if sharded else 1}))
+        write_file(f"{folder}/progress.json", json.dumps({"iteration": iteration, "step": learner.step, "failed": learner.failed, "shards": world() if sharded else 1}))
         write_state(folder)
         if sharded:
             dist.barrier()  # the folder is there
@@ -783,10 +768,10 @@ def save_checkpoint(learner, config, iteration, step, failed):
 
 
 def restore(learner, config):
-    """-> iterations and steps done, steps that failed in a row; the model and the optimizer as they were then."""
+    """-> iterations done; the learner becomes what it was then."""
     path = f"{config.out}/checkpoint"
     if not config.resume or not is_whole(path):
-        return 0, 0, 0
+        return 0
     with open(f"{path}/progress.json") as file:
         progress = json.load(file)
     sharded = config.shard and world() > 1
@@ -802,7 +787,8 @@ def restore(learner, config):
         params, state = local_state(optimizer)
         kept = torch.load(f"{path}/{name}-{rank() if sharded else 0}.pt", map_location=learner.lm.device)
         state.update({p: s for p, s in zip(params, kept) if s})
-    return progress["iteration"], progress["step"], progress["failed"]
+    learner.step, learner.failed = progress["step"], progress["failed"]
+    return progress["iteration"]
 
 
 # ------------------------------------------------------------------------------------------------------------- logging
@@ -832,20 +818,24 @@ class Clock:
         return self.laps | {"time_total": time.time() - self.start}
 
 
+KEPT = "won category done truncated invalid admissible outgrown score".split()  # of a turn, for the log
+
+
 def summary(iteration, turns, values, steps, sampler, clock, categories):
     """One line of metrics.jsonl, over all ranks."""
     v, q, returns = (torch.tensor(gather(x.tolist())) for x in values)
-    rows = gather([(t.won, t.category, t.done, t.truncated, t.invalid, t.admissible, t.outgrown, t.score) for t in turns])
-    ends = [r for r in rows if r[2]]
+    rows = gather([{name: getattr(t, name) for name in KEPT} for t in turns])
+    ends = [r for r in rows if r["done"]]
     mean = lambda xs: float(np.mean(xs)) if len(xs) else 0.0
+    share = lambda name, some: mean([r[name] for r in some])
     encoded, sampled = (sum(gather([n])) for n in (sampler.tokens_encoded, sampler.tokens_sampled))
     sampler.tokens_encoded = sampler.tokens_sampled = 0
-    out = {"iteration": iteration, "episodes": len(ends), "success": mean([r[0] for r in ends]), "score": mean([r[7] for r in ends])}
-    by_category = {name: [r[0] for r in ends if r[1] == c] for c, name in categories.items()}
+    out = {"iteration": iteration, "episodes": len(ends), "success": share("won", ends), "score": share("score", ends)}
+    by_category = {name: [r["won"] for r in ends if r["category"] == c] for c, name in categories.items()}
     out["success_by_category"] = {name: mean(won) if won else None for name, won in by_category.items()}  # None: no such episode
     out |= {"turns": len(rows), "tokens_encoded": encoded, "tokens_sampled": sampled,
-            "truncated": mean([r[3] for r in ends]), "outgrown": mean([r[6] for r in ends]),
-            "valid_actions": mean([not r[4] for r in rows]), "admissible_actions": mean([r[5] for r in rows])}
+            "truncated": share("truncated", ends), "outgrown": share("outgrown", ends),
+            "valid_actions": mean([not r["invalid"] for r in rows]), "admissible_actions": share("admissible", rows)}
     for k in steps[0]:
         numbers = [s[k] for s in steps]
         out[k] = max(numbers) if k.endswith("_max") else sum(numbers) if k.startswith("skipped") else float(np.mean(numbers))
@@ -925,11 +915,11 @@ def demonstrations(lm, pool, tasks, seed, context, config):
 def imitation_loss(lm, batch, text_weight):
     """Summed cross-entropy of the responses, and text_weight times that of all other text: a model that has no language
     learns its commands sooner when it learns to predict what it reads."""
-    hidden = lm.body(batch.ids, use_cache=False)
+    hidden = lm.body(batch.ids)
     text = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.length[:, None]
     weight = torch.where(batch.mask, 1.0, text_weight * text)[:, 1:]
     b, t = weight.nonzero(as_tuple=True)
-    logp = restricted_log_softmax(lm.logits(hidden[b, t]), lm.value_ids).gather(1, batch.ids[b, t + 1][:, None])[:, 0]
+    logp = restricted_log_softmax(lm.logits(hidden[b, t]), lm.value_index).gather(1, batch.ids[b, t + 1][:, None])[:, 0]
     return -(weight[b, t] * logp).sum()
 
 
@@ -1052,7 +1042,7 @@ def prepare(config, pool, say):
         for folder in ("start", "checkpoint"):
             newest_whole(f"{config.out}/{folder}", say)
     barrier()
-    if os.path.realpath(config.model).startswith(os.path.realpath(config.out) + os.sep):
+    if os.path.isdir(config.model) and os.path.realpath(config.model).startswith(os.path.realpath(config.out) + os.sep):
         raise ValueError(f"--model {config.model} lies in the run's own folder {config.out}; give another --out")
     check_memory(config, say)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
@@ -1066,7 +1056,7 @@ def prepare(config, pool, say):
     mean, spread, saturated = readout_at_start(lm, first_prompts(lm, pool, games[:4]))
     say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, "
         f"{saturated:.0%} saturated")
-    lm.compile = config.compile
+    lm = dataclasses.replace(lm, compile=config.compile)
     if config.checkpointing:
         if any(m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)) or getattr(lm.model.config, "attention_dropout", 0):
             raise ValueError("--checkpointing: this model has dropout, which would act in training mode")
@@ -1183,13 +1173,15 @@ def memory_needed(config, arch):
     layer = size * (8 * arch.hidden_size + 4 * arch.intermediate_size) + 16 * arch.hidden_size  # kept for the backward pass, a token
     kept = layer + arch.num_hidden_layers * arch.hidden_size * size if config.checkpointing else layer * arch.num_hidden_layers
     masters, moments = weights * 4 // share * (size == 2), weights * 2 * (2 if config.moments == "bfloat16" else 4) // share
+    alone = longest - config.tokens_per_micro_batch if config.context == "full" else 0  # a longer conversation is a micro-batch of its own
     return {"weights": weights * size, "gradients": weights * size, "master weights": masters, "moments": moments, "reference": weights * size * bool(config.beta),
             "critic": (2 * weights * size + masters + moments) * (config.critic == "separate"),
             "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
-            "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
+            "a longer conversation, at most": kept * max(0, alone), "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
 
 
-STATE = {"weights", "gradients", "master weights", "moments", "reference", "critic"}  # what stays from step to step
+AT_MOST = {"a longer conversation, at most", "keys and values, about"}  # what may turn out to be less
+LASTING = {"weights", "gradients", "master weights", "moments", "reference", "critic"}  # what stays from step to step
 
 
 def check_memory(config, say):
@@ -1197,11 +1189,15 @@ def check_memory(config, say):
     if config.model == "tiny":
         return
     needed = memory_needed(config, architecture(config.model))
-    surely = sum(n for what, n in needed.items() if what != "keys and values, about")
+    surely = sum(n for what, n in needed.items() if what not in AT_MOST)
     say(f"memory, computed: {surely / 1e9:.1f} GB (" + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items() if n) + ")")
     if torch.cuda.is_available() and surely > torch.cuda.get_device_properties(0).total_memory:
         raise ValueError(f"this run needs {surely / 1e9:.0f} GB and the GPU has {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f}: lower "
                          "--tokens_per_micro_batch, add --checkpointing or --moments bfloat16, or --shard over several ranks")
+
+
+# What an iteration consists of, and how many forward passes it is worth to the policy
+PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
 
 
 def invented(sampler, config, turns, prompt, response):
@@ -1245,7 +1241,7 @@ def bench(argv):
     rival = dataclasses.replace(config, algo="ppo", critic="separate", c_v=0.0, c_q=0.0)
     check_memory(rival if size.ppo else config, print)
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed, words=envs.words(), random_weights=config.model != "tiny")
-    lm.compile = config.compile
+    lm = dataclasses.replace(lm, compile=config.compile)
     if config.checkpointing:
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     vocabulary = np.random.default_rng(0).permutation(min(lm.model.config.vocab_size, *lm.value_ids) - 5) + 5
@@ -1280,7 +1276,7 @@ def bench(argv):
     after = {algo: sum(times.values()) - times["rollout"] for algo, times in phases.items()}
     print(f"{'after rollout':15}" + "".join(f"{seconds:9.2f} s" for seconds in after.values())
           + (f"   {config.algo} / ppo {after[config.algo] / after['ppo']:.3f}" if len(after) > 1 else ""))
-    state = {algo: sum(n for what, n in memory_needed(its, lm.model.config).items() if what in STATE) for algo, (_, its) in algos.items()}
+    state = {algo: sum(n for what, n in memory_needed(its, lm.model.config).items() if what in LASTING) for algo, (_, its) in algos.items()}
     print("what training keeps, computed: " + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in state.items())
           + (f", ratio {state[config.algo] / state['ppo']:.3f}" if len(state) > 1 else "") + f"; peak memory {peak_memory():.2f} GB")
     print(f"log-probs of sampler and trainer differ by {np.median(sampler_off[::len(algos)]):.2g} on average")  # the second's policy has moved since
@@ -1288,10 +1284,6 @@ def bench(argv):
         os.makedirs(config.out, exist_ok=True)
         write_file(f"{config.out}/bench.json", json.dumps({"model": config.model, "context": config.context, "old": config.old, "seconds": phases} | versions(), indent=1))
     compare_updates(lm, turns, config)
-
-
-# What an iteration consists of, and how many forward passes it is worth to the policy
-PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
 
 
 def one_iteration(learner, config, turns, n, clock):
@@ -1318,7 +1310,7 @@ def compare_updates(lm, turns, config):
         return logp[b, t - 1].gather(1, batch.ids[b, t][:, None]).sum()
 
     def body_alone(batch):
-        return lm.body(batch.ids, use_cache=False).sum()
+        return lm.body(batch.ids).sum()
 
     def seconds(batches, score):
         lm.model.zero_grad(set_to_none=False)
