@@ -221,6 +221,8 @@ def check(config):
     fitting = {"sapo": ("shared", "separate"), "ppo": ("separate",)}.get(config.algo, ("none",))
     if config.critic not in fitting:
         raise ValueError(f"--algo {config.algo} goes with --critic {' or '.join(fitting)}, not {config.critic}")
+    if config.max_context is not None and config.max_context <= config.max_new:
+        raise ValueError(f"--max_context {config.max_context} leaves no room for a prompt beside a response of --max_new {config.max_new}")
     if config.tasks % config.group:
         raise ValueError(f"--tasks {config.tasks} is no multiple of --group {config.group}")
     for name, idle in (("without_std", config.without_std and config.algo != "gigpo"), ("norm token", config.norm == "token" and config.algo != "sapo"),
@@ -979,7 +981,7 @@ def versions():
 
 
 def evaluate(lm, pool, config):
-    """Held-out games at the evaluation's temperature, in the house at 1 as well -> {temperature: (records, report)}."""
+    """Held-out games at the evaluation's temperature, in the house at 1 as well -> {temperature: records}."""
     ids = envs.tasks(config.env, envs.known(config.env).held_out[0], **env_options(config))
     ids = evaluation.spaced(ids, config.eval_games) if config.eval_games else []
     out = {}
@@ -987,8 +989,8 @@ def evaluate(lm, pool, config):
         sampler = sampler_for(lm, config, temperature)
         per_rank = -(-len(ids) // world())
         first = rank() * per_rank
-        records = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, quiet=rank() > 0, **playing(config)))
-        out[temperature] = records, evaluation.report(records)
+        out[temperature] = gather(evaluation.play(sampler, ids[first:first + per_rank], pool, seed=config.seed, first=first, quiet=rank() > 0,
+                                                  **playing(config)))
         del sampler
         gc.collect()  # its keys and values, and its graphs: the next sampler has its own
     return out
@@ -996,21 +998,22 @@ def evaluate(lm, pool, config):
 
 def write_evaluation(before, after, config):
     """eval.json: success and success_before (the same games) with n, interval and categories; eval.jsonl: every episode."""
-    t = config.eval_temperature
-    first, last = before[t][1], after[t][1]
+    played, t = {"before": before, "after": after}, config.eval_temperature
+    reports = {when: {t: evaluation.report(records) for t, records in sorted(some.items())} for when, some in played.items()}
+    first, last = reports["before"][t], reports["after"][t]
     out = {"env": config.env, "temperature": t, "n": last["n"]} | {k: last[k] for k in ("success", "interval", "score", "success_by_category")}
     out |= {"success_before": first["success"], "interval_before": first["interval"], "score_before": first["score"],
             "success_before_by_category": first["success_by_category"]}
     if 1.0 in after:
-        out |= {"success_at_1": after[1.0][1]["success"], "success_before_at_1": before[1.0][1]["success"]}
+        out |= {"success_at_1": reports["after"][1.0]["success"], "success_before_at_1": reports["before"][1.0]["success"]}
     with open(f"{config.out}/eval.json", "w") as file:
         json.dump(out, file, indent=1)
     with open(f"{config.out}/eval.jsonl", "w") as file:
-        for when, results in (("before", before), ("after", after)):
-            for temperature, (records, _) in results.items():
+        for when, some in played.items():
+            for temperature, records in some.items():
                 file.writelines(json.dumps({"when": when, "temperature": temperature} | r) + "\n" for r in records)
-    return evaluation.table({f"{when} {evaluation.NAMES[config.algo]}, T = {temperature:g}": r for when, results in (("before", before), ("after", after))
-                             for temperature, (_, r) in sorted(results.items())}, envs.known(config.env))
+    return evaluation.table({f"{when} {evaluation.NAMES[config.algo]}, T = {temperature:g}": report for when, some in reports.items()
+                             for temperature, report in some.items()}, envs.known(config.env))
 
 
 def set_aside(folder):
@@ -1117,10 +1120,10 @@ def evaluate_before(lm, pool, config):
     path = f"{config.out}/before.json"
     if config.resume and os.path.isfile(path):
         with open(path) as file:
-            return {float(t): (records, evaluation.report(records)) for t, records in json.load(file).items()}
+            return {float(t): records for t, records in json.load(file).items()}
     before = evaluate(lm, pool, config)
     if rank() == 0:
-        write_file(path, json.dumps({t: records for t, (records, _) in before.items()}))
+        write_file(path, json.dumps(before))
     return before
 
 
@@ -1136,8 +1139,8 @@ def run(config):
                 if rank() == 0:
                     write_beside(f"{config.out}/start", lm.save)  # the reference of a resumed run
             before = evaluate_before(lm, pool, config)
-            say("before {}: success on {} held-out games ".format(evaluation.NAMES[config.algo], before[config.eval_temperature][1]["n"])
-                + ", ".join(f"{r['success']:.1%} at T = {t:g}" for t, (_, r) in sorted(before.items())))
+            say(f"before {evaluation.NAMES[config.algo]}: success on {len(before[config.eval_temperature])} held-out games "
+                + ", ".join(f"{evaluation.report(records)['success']:.1%} at T = {t:g}" for t, records in sorted(before.items())))
             train(lm, pool, config, Log(config))
             after = evaluate(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
