@@ -140,6 +140,12 @@ def compiled_body(body):
     return torch.compile(body, dynamic=True)
 
 
+def token_scores(hidden, token, head, value_ids):
+    """Hidden states (M, D), the tokens (M,) that followed, the head -> their log-probs (M,), the policy's entropy there (M,)."""
+    logp = restricted_log_softmax(head(hidden).float(), value_ids)  # (M, V)
+    return logp.gather(1, token[:, None])[:, 0], entropy(logp, value_ids)
+
+
 @dataclass
 class ActorCritic:
     """A causal LM and how it is read. value_ids = (w+, w-); stop_ids end a response; tau_v as in Eq. 1, r_max as in Eq. 2."""
@@ -151,10 +157,11 @@ class ActorCritic:
     stop_ids: tuple
     tau_v: float = 1.0
     r_max: float = 10.0
-    compile: bool = False  # torch.compile for scoring
+    compile: bool = False  # torch.compile for scoring: the body, and what is made of its output
 
     def __post_init__(self):
-        self.run = compiled_body(self.model.base_model) if self.compile else self.model.base_model
+        body = self.model.base_model
+        self.run, self.scores = (compiled_body(body), torch.compile(token_scores, dynamic=True)) if self.compile else (body, token_scores)
 
     @property
     def device(self):
@@ -200,11 +207,6 @@ class ActorCritic:
     def readout(self, hidden):  # (..., D) -> p in [-1, 1], (...)
         return value_readout(self.value_logits(hidden), (0, 1), tau=self.tau_v)
 
-    def token_scores(self, hidden, token):
-        """Hidden states (M, D) and the tokens (M,) that followed -> their log-probs (M,), the policy's entropy there (M,)."""
-        logp = restricted_log_softmax(self.logits(hidden).float(), self.value_index)  # (M, V)
-        return logp.gather(1, token[:, None])[:, 0], entropy(logp, self.value_index)
-
     def score(self, batch):
         """One forward -> logp (B, T), entropy (B, T), p_v (N,), p_q (N,). Log-probs and entropy are those of the restricted
         policy, at temperature 1 as in training's rollouts, and 0 off the response tokens.
@@ -214,8 +216,10 @@ class ActorCritic:
         hidden = self.body(batch.ids)
         b, t = batch.b, batch.t  # (M,): each response token is predicted by the position before it
         chunks = list(zip(hidden[b, t - 1].split(self.chunk), batch.ids[b, t].split(self.chunk)))
-        again = len(chunks) > 1 and torch.is_grad_enabled()
-        parts = [checkpoint(self.token_scores, *c, use_reentrant=False, preserve_rng_state=False) if again else self.token_scores(*c) for c in chunks]
+        scores, head = self.scores, self.model.get_output_embeddings()
+        if len(chunks) > 1 and torch.is_grad_enabled():
+            scores = functools.partial(checkpoint, scores, use_reentrant=False, preserve_rng_state=False)
+        parts = [scores(*c, head, self.value_index) for c in chunks]
         logp, h = (x.new_zeros(batch.ids.shape).index_put((b, t), x) for x in map(torch.cat, zip(*parts)))
         before, after = hidden[batch.seq, batch.start - 1], hidden[batch.seq, batch.end - 1]  # (N, D) each
         p_v, p_q = self.readout(torch.stack([before, after]))  # SAPO: V before the response sees no action, Q after it sees no reward

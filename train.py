@@ -1036,6 +1036,15 @@ def first_prompts(lm, pool, games):
     return prompts
 
 
+def fitted(lm, config):
+    """-> lm as --compile and --checkpointing want it."""
+    if config.checkpointing:
+        if any(m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)) or getattr(lm.model.config, "attention_dropout", 0):
+            raise ValueError("--checkpointing: this model has dropout, which would act in training mode")
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return dataclasses.replace(lm, compile=config.compile)
+
+
 def prepare(config, pool, say):
     """Loads the model, reads it once, makes the run's folder."""
     ready_made = START.get(config.env) if config.model == "tiny" and config.warmup is None else None
@@ -1059,11 +1068,7 @@ def prepare(config, pool, say):
     mean, spread, saturated = readout_at_start(lm, first_prompts(lm, pool, games[:4]))
     say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit difference {mean:.3f} +- {spread:.3f}, "
         f"{saturated:.0%} saturated")
-    lm = dataclasses.replace(lm, compile=config.compile)
-    if config.checkpointing:
-        if any(m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)) or getattr(lm.model.config, "attention_dropout", 0):
-            raise ValueError("--checkpointing: this model has dropout, which would act in training mode")
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+    lm = fitted(lm, config)
     if rank() == 0:
         begin_folder(config, say)
     if config.iterations and not config.resume:
@@ -1244,9 +1249,7 @@ def bench(argv):
     rival = dataclasses.replace(config, algo="ppo", critic="separate", c_v=0.0, c_q=0.0)
     check_memory(rival if size.ppo else config, print)
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed, words=envs.words(), random_weights=config.model != "tiny")
-    lm = dataclasses.replace(lm, compile=config.compile)
-    if config.checkpointing:
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+    lm = fitted(lm, config)
     vocabulary = np.random.default_rng(0).permutation(min(lm.model.config.vocab_size, *lm.value_ids) - 5) + 5
     talker = dataclasses.replace(lm, stop_ids=tuple(int(i) for i in vocabulary[:len(vocabulary) // size.response]))  # one word in so many ends it
     sampler, learner, cuda = sampler_for(talker, config), make_learner(lm, config), torch.cuda.is_available()
