@@ -90,7 +90,7 @@ class Episode:
 
     def __init__(self, obs, info):
         self.obs, self.info, self.history = obs, info, []
-        # but for the way to where one stands, which does nothing
+        # what always works, but for the way to where one stands, which does nothing
         self.always = [c for c in info["admissible"] if travels(c) or c in ("inventory", "look")]
 
     def took(self, action, obs, info):
