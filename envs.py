@@ -201,7 +201,8 @@ class Seeker:
     says can be told from what has been seen; only where to look first ALFWorld's walkthrough tells it.
 
     A room gives goal: the kinds (object, place); category; verb: clean, heat, cool or None; places: all names, in order; begin: the one to look at first;
-    at, holding: names or None; closed(place) and inside(place) -> names, of the place where it stands; treated(thing); placed(any_state) -> a count."""
+    at, holding: names or None; closed(place) -> whether, and inside(place) -> names, both of the place where it stands; treated(thing) -> whether;
+    placed(any_state) -> a count."""
 
     finds_back = True  # whatever is done in place of what it says
 
@@ -211,8 +212,7 @@ class Seeker:
         if forgetful and (thing and kind(thing) == obj if look else self.placed(any_state=True)):
             return "done", f"examine {thing}" if look else "look"
         if thing is None:
-            stored = here and kind(here) == dest and self.verb is None and not look  # what lies there is done
-            found = [] if here is None or stored else [o for o in self.inside(here) if kind(o) == obj]
+            found = [] if here is None or self.stores(here) else [o for o in self.inside(here) if kind(o) == obj]
             return f"find {obj}", f"take {found[0]} from {here}" if found else self.onward()
         if kind(thing) != obj:
             return f"drop {kind(thing)}", self.put()
@@ -222,6 +222,10 @@ class Seeker:
             tool = f"{APPLIANCES[self.verb]} 1"
             return f"{self.verb} {obj}", f"{self.verb} {thing} with {tool}" if here == tool else f"go to {tool}"
         return f"put {obj} in {dest}", self.put() if here and kind(here) == dest else f"go to {next(p for p in self.places if kind(p) == dest)}"
+
+    def stores(self, place):
+        """Whether what lies there is where and as it should be."""
+        return kind(place) == self.goal[1] and self.verb is None and self.category != "look_at_obj_in_light"
 
     def onward(self):
         if self.at is None:
@@ -512,6 +516,7 @@ class AlfWorld(Seeker):
 
     fallback, flags, horizon, max_prompt, graded = 30, ("data", "horizon"), 50, 2048, False
     held_out, categories, episode = ("valid_seen", 140), CATEGORIES, Episode
+    CHANGES = set("go open close take move clean heat cool use slice".split())  # the other verbs look, or ask
 
     def __init__(self, data=None, horizon=horizon, stock=False):
         if horizon < 1:
@@ -561,29 +566,31 @@ class AlfWorld(Seeker):
         """Of the state the game is in now, which the demonstrator sees as well."""
         self.offered = set(state.admissible_commands)
         return {"admissible": list(state.admissible_commands), "task": self.task, "category": self.category,
-                "won": bool(state.won), "score": float(state.won)}
+                "won": self.won, "score": float(self.won)}
 
     def step(self, action):
+        action = action.strip()  # as TextWorld does
         with self.engine():
             state, _, _ = self.game.step(action)
         self.steps += 1
-        if action.split()[:1] in self.CHANGES and state.feedback.strip() != NOTHING:
-            self.played.append(action.strip())
-        before, self.won = self.won, bool(state.won)
+        if action.split(" ")[0] in self.CHANGES and state.feedback.strip() != NOTHING:
+            self.played.append(action)
+        before, self.won = self.won, self.won or bool(state.won)
         return state.feedback, REWARD * (self.won and not before), self.won, self.steps >= self.horizon and not self.won, self.info(state)
 
     # ---- the demonstrator
-    CHANGES = [[verb] for verb in ("go", "open", "close", "take", "move", "clean", "heat", "cool", "use", "slice")]  # looking, asking: not
-
     def advice(self, forgetful=False):
-        thought, label = super().advice(forgetful)
-        if travels(label) and label not in self.offered:  # places may share a spot, and a spot does not offer the way to itself: the next that is offered
+        thought, label = super().advice(forgetful)  # places may share a spot, which offers what lies on any of them but not the way to itself
+        if thought == f"find {self.goal[0]}" and not label.startswith("take "):
+            near = [c for c in sorted(self.offered) if re.match(rf"take {self.goal[0]} \d+ from ", c) and not self.stores(c.split(" from ")[1])]
+            label = near[0] if near else label
+        if travels(label) and label not in self.offered:
             after = self.places.index(label.removeprefix("go to ")) + 1
             label = next(f"go to {p}" for p in self.places[after:] + self.places if f"go to {p}" in self.offered)
         return thought, label
 
     def expert(self):
-        """What is left of the game's walkthrough; None once anything else has been done."""
+        """What is left of the game's walkthrough; None once anything else has changed it."""
         done = len(self.played)
         return self.walkthrough[done:] or None if self.played == self.walkthrough[:done] else None
 
@@ -611,12 +618,12 @@ class AlfWorld(Seeker):
         done = [c for c in self.played if c.startswith(tuple(f"{verb} {thing} with " for verb in verbs))]
         return bool(done) and done[-1].startswith(self.verb)
 
-    def placed(self, any_state=False):
-        """How many of the goal's objects were put where they should be (and, unless any_state, as they should be), and left there."""
+    def placed(self, any_state):
+        """How many of the goal's objects were put where they should be, in any_state, and left there. (That they are as they should be, TextWorld knows.)"""
         lies, (obj, dest) = {}, self.goal
         for verb, thing, place in (re.fullmatch(r"(take|move) (.+) (?:from|to) (.+)", c).groups() for c in self.played if c.startswith(("take ", "move "))):
             lies[thing] = place if verb == "move" else ""
-        return sum(kind(t) == obj and kind(p) == dest and (any_state or self.verb is None or self.treated(t)) for t, p in lies.items())
+        return sum(kind(t) == obj and kind(p) == dest for t, p in lies.items())
 
 
 # --------------------------------------------------------------------------------------------------------- webshop

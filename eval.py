@@ -208,7 +208,7 @@ class Endpoint:
 
 def thought_of(text):
     """What stands between the think tags, or before the action."""
-    found = re.search("<think>(.*?)</think>", text, re.I | re.S) or re.search("(.*?)<action>", text, re.I | re.S)
+    found = re.search("<think>(.*?)</think>", text, re.I | re.S) or re.match("(.*?)<action>", text, re.I | re.S)
     return " ".join(found[1].split()) if found else ""
 
 

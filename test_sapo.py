@@ -894,6 +894,9 @@ def test_a_small_game_in_the_real_engine(small_game):
     env = make_env("alfworld", data=small_game, horizon=4)  # just enough for the expert
     check_alfworld(env, TRIAL)
     assert [a[3] for a in obey(env, TRIAL, ["look"] * 4)] == [False] * 3 + [True]
+    env.reset(TRIAL)
+    again = env.expert() + ["take mug 1 from desk 1", "move mug 1 to desk 1"]
+    assert [env.step(command)[1:3] for command in again][3:] == [(10.0, True), (0.0, True), (0.0, True)]
     env.horizon = 40
     assert len({pattern_of(*said) for seed in (0, 1) for said in wander(env, TRIAL, seed)}) > 5  # the house's patterns hold here
     with pytest.raises(ValueError, match="no game .*trial_T2"):
@@ -927,10 +930,14 @@ def test_the_demonstrator_sees_what_has_been_undone():
     heat, cool, put, take = "heat mug 1 with microwave 1", "cool mug 1 with fridge 1", "move mug 1 to desk 1", "take mug 1 from desk 1"
     for env.played, treated, placed in (([], False, 0), ([heat, put], False, 1), ([cool], True, 0), ([heat, cool, put], True, 1), ([cool, heat], False, 0),
                                         ([cool, put, take], True, 0), ([put, take, "move mug 1 to bed 1"], False, 0), ([cool, put, take, put], True, 1)):
-        assert (env.treated("mug 1"), env.placed(any_state=True), env.placed()) == (treated, placed, placed * treated)
+        assert (env.treated("mug 1"), env.placed(any_state=True)) == (treated, placed)
         assert not env.treated("mug 2")
     env.verb, env.played = "clean", ["clean mug 1 with sinkbasin 1", heat]
     assert env.treated("mug 1")  # and stays clean
+    env.verb, env.category, env.places, env.played = None, "pick_and_place_simple", ["bed 1", "bed 2", "desk 1", "desk 2"], ["go to bed 1"]
+    for offered, wise in (("take mug 1 from bed 2", "take mug 1 from bed 2"), ("take mug 1 from desk 2", "go to desk 1"), ("take pen 1 from bed 1", "go to desk 1")):
+        env.offered = {offered, "go to desk 1"}  # bed 2 is at the spot of bed 1
+        assert env.advice() == ("find mug", wise)
 
 
 def test_options_that_are_nobodys_are_refused():

@@ -123,7 +123,7 @@ class Config:
     forget: float = 0.0  # share of demonstrations by the forgetful demonstrator (house, alfworld)
     noise: float = 0.2  # share of demonstrated steps at which a random command is executed (house, alfworld)
 
-    eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); of the games, --tasks if that is below 64
+    eval_games: int = None  # games played before and after; default 192 (house), 140 (all of valid_seen), 500 (webshop); but for the house, --tasks where that is below 64
     eval_temperature: float = 0.4  # of the games before and after
     save_every: int = 1  # iterations between checkpoints
     resume: bool = False  # go on with the run in --out from its last checkpoint; flags that are not given are the run's
@@ -1177,18 +1177,18 @@ def memory_needed(config, arch):
     size, share = 2 if config.dtype == "bfloat16" else 4, launched() if config.shard else 1
     heads = getattr(arch, "num_key_value_heads", None) or arch.num_attention_heads
     kv_token = 2 * arch.num_hidden_layers * heads * (getattr(arch, "head_dim", None) or arch.hidden_size // arch.num_attention_heads) * size
-    longest = config.max_context or (config.max_prompt + config.max_new if config.context == "window" else arch.max_position_embeddings)
+    longest = min(config.max_context or arch.max_position_embeddings, arch.max_position_embeddings)
+    longest = min(longest, config.max_prompt + config.max_new) if config.context == "window" else longest
     layer = size * (8 * arch.hidden_size + 4 * arch.intermediate_size) + 16 * arch.hidden_size  # kept for the backward pass, a token
     kept = layer + arch.num_hidden_layers * arch.hidden_size * size if config.checkpointing else layer * arch.num_hidden_layers
     masters, moments = weights * 4 // share * (size == 2), weights * 2 * (2 if config.moments == "bfloat16" else 4) // share
-    alone = longest - config.tokens_per_micro_batch if config.context == "full" else 0  # a longer conversation is a micro-batch of its own
     return {"weights": weights * size, "gradients": weights * size, "master weights": masters, "moments": moments, "reference": weights * size * bool(config.beta),
             "critic": (2 * weights * size + masters + moments) * (config.critic == "separate"),
             "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
-            "a longer conversation, at most": kept * max(0, alone), "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
+            "a longer sequence, at most": kept * max(0, longest - config.tokens_per_micro_batch), "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
 
 
-AT_MOST = {"a longer conversation, at most", "keys and values, about"}  # what may turn out to be less
+AT_MOST = {"a longer sequence, at most", "keys and values, about"}  # what may turn out to be less
 LASTING = {"weights", "gradients", "master weights", "moments", "reference", "critic"}  # what stays from step to step
 
 
