@@ -470,11 +470,11 @@ def set_group_targets(micros, config, device):
         if config.algo == "empg":  # a turn's entropy is the mean over its tokens
             h = h.index_add(0, m.batch.owner[m.batch.b, m.batch.t], m.entropy[m.batch.b, m.batch.t]) / (m.batch.end - m.batch.start)
         entropies += h.tolist()
-    mine = list(zip(my_traj.tolist(), my_turn.tolist(), states, my_reward.tolist(), episode_returns(my_traj, my_reward.double()).tolist(), entropies))
+    mine = list(zip(my_traj.tolist(), my_turn.tolist(), states, my_reward.tolist(), entropies))
     first, columns = sum(gather([len(mine)])[:rank()]), list(zip(*gather(mine)))
     traj, turn, state = (torch.tensor(x) for x in columns[:3])
-    reward, score, entropy = (torch.tensor(x, dtype=torch.float64) for x in columns[3:])
-    group = traj // config.group  # pick_tasks lays a task's trajectories side by side
+    reward, entropy = (torch.tensor(x, dtype=torch.float64) for x in columns[3:])
+    score, group = episode_returns(traj, reward), traj // config.group  # pick_tasks lays a task's trajectories side by side
     if config.algo == "rloo":
         adv = rloo_advantages(traj, group, score)
     elif config.algo == "gigpo":
@@ -998,10 +998,10 @@ def evaluate(lm, pool, config):
 
 def write_evaluation(before, after, config):
     """eval.json: success and success_before (the same games) with n, interval and categories; eval.jsonl: every episode."""
-    played, t = {"before": before, "after": after}, config.eval_temperature
+    played = {"before": before, "after": after}
     reports = {when: {t: evaluation.report(records) for t, records in sorted(some.items())} for when, some in played.items()}
-    first, last = reports["before"][t], reports["after"][t]
-    out = {"env": config.env, "temperature": t, "n": last["n"]} | {k: last[k] for k in ("success", "interval", "score", "success_by_category")}
+    first, last = (reports[when][config.eval_temperature] for when in played)
+    out = {"env": config.env, "temperature": config.eval_temperature, "n": last["n"]} | {k: last[k] for k in ("success", "interval", "score", "success_by_category")}
     out |= {"success_before": first["success"], "interval_before": first["interval"], "score_before": first["score"],
             "success_before_by_category": first["success_by_category"]}
     if 1.0 in after:
@@ -1185,7 +1185,8 @@ def memory_needed(config, arch):
     return {"weights": weights * size, "gradients": weights * size, "master weights": masters, "moments": moments, "reference": weights * size * bool(config.beta),
             "critic": (2 * weights * size + masters + moments) * (config.critic == "separate"),
             "activations of a micro-batch": kept * config.tokens_per_micro_batch, "logits of a chunk": 6 << 28,
-            "a longer sequence, at most": kept * max(0, longest - config.tokens_per_micro_batch), "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
+            "a longer sequence, at most": kept * max(0, longest - config.tokens_per_micro_batch),
+            "keys and values, about": kv_token * longest * (config.rows or -(-config.tasks // launched()))}
 
 
 AT_MOST = {"a longer sequence, at most", "keys and values, about"}  # what may turn out to be less
