@@ -1,32 +1,25 @@
 """The paper's table and curves, from any checkpoint, prompted model or endpoint.
 
-    python eval.py --model runs/house-tiny-0                             a run of train.py: its final model (or checkpoint), its environment
-    python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_seen --out before.json
-    python eval.py --model runs/webshop-tiny-0 --split test_500          in the shop: score and success
-    python eval.py --model gpt-4o --endpoint https://api.openai.com/v1 --env alfworld --prompt react        or plain, reflexion
-    python eval.py --plot runs/house-tiny-0 runs/house-tiny-1            one figure: seeds thin, their mean thick
-    python eval.py --table runs/*                                        the paper's table: mean and deviation over seeds, as Markdown
+    python eval.py --model runs/house-tiny-0                a run of train.py, in its environment
+    python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_unseen
+    python eval.py --model gpt-4o --endpoint https://api.openai.com/v1 --prompt react
+    python eval.py --table runs/*                           the paper's table, as Markdown
+    python eval.py --plot runs/house-tiny-?                 the curves of training
 
-Every game of the split is played exactly once (--repeats: so many times), in sorted order; success, and in the shop the score, are
-printed in the paper's columns with n and a 95 % interval (Wilson's; repeats of a game count for what they add). Writes OUT (a JSON report) and beside it a line per
-episode (.jsonl); of a prompted model a line per attempt, as it ends.
-
-Departure from the paper: it draws its test games with replacement (128 draws hold about 84 of valid_seen's 140 games).
+Runs whose folders differ only in a trailing -SEED form a group, labelled by the rest of the name.
+ReAct and Reflexion stand last because they are not the method. Departure from the paper: every game
+is played once (or --repeats times); the paper's 128 draws with replacement hit about 84 games.
 """
 import argparse
 import contextlib
-import http.client
 import itertools
 import json
-import math
 import os
 import re
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -35,377 +28,157 @@ from tqdm import tqdm
 import envs
 from model import load
 from rollout import Sampler, rollout, uniforms
-from sapo import GROUPED
 
 SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
-EVALUATION, PROMPTED = 5, 6  # streams of random numbers; train.py has 0 to 4
+TEMPERATURE = 0.4  # the paper evaluates at this one
+EVALUATION, PROMPTED = 5, 6  # what follows (seed, 0) in a seed; train.py has 0 to 2
+NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
+         "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
 
-def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, max_prompt=2048, max_context=None, title="evaluation", quiet=False):
-    """Plays every game once -> a record each: task, category, won, score, turns, and what was said and done. `first` numbers the
-    games; a game's random numbers depend on (seed, its number) alone."""
-    records = []
+def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, title="eval", quiet=False):
+    """Plays every game once -> a record of each. `first` is the number of games[0]: random numbers
+    depend on the seed and a game's number alone, so ranks can share the games of an evaluation."""
     with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
-        turns = rollout(sampler, games, pool, seed=(seed, 0, EVALUATION), trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE, history=history,
-                        max_prompt=max_prompt, max_context=max_context, bar=bar)
-    for _, mine in itertools.groupby(turns, lambda t: t.traj):
-        mine = list(mine)
-        last = mine[-1]
-        records.append(record(pool.env, last.task, vars(last), last.truncated, last.outgrown, [(t.text, t.action, not t.invalid) for t in mine]))
-    return records
+        turns = rollout(sampler, games, pool, seed=(seed, 0, EVALUATION), history=history, bar=bar,
+                        trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE)
+    trajs = [list(traj) for _, traj in itertools.groupby(turns, lambda turn: turn.traj)]
+    said = [[(turn.text, turn.action, not turn.invalid) for turn in traj] for traj in trajs]
+    return [record(pool.env, vars(traj[-1]), texts) for traj, texts in zip(trajs, said)]
 
 
-def record(env, task, info, truncated, outgrown, said):
-    """An episode as it is written down. info: category, won and score; said: (response, action, whether that was valid) of every turn."""
-    return {"task": task, "category": env.categories.get(info["category"], info["category"]), "won": info["won"], "score": info["score"], "turns": len(said),
-            "truncated": truncated, "outgrown": outgrown, "valid_actions": float(np.mean([valid for _, _, valid in said] or [0])),
-            "actions": [action for _, action, _ in said], "responses": [text for text, _, _ in said]}
-
-
-def wilson(k, n):
-    """95 % interval of a share k / n: honest near 0 and 1, where the usual +- is not."""
-    if n == 0:
-        return 0.0, 1.0
-    z, p = 1.96, k / n
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
-
-
-def independent(rows):
-    """How many independent episodes say as much as these, of which some are of the same game."""
-    games = {}
-    for r in rows:
-        games.setdefault(r["task"], []).append(r["won"])
-    shares, p = [np.mean(won) for won in games.values()], np.mean([r["won"] for r in rows] or [0])
-    if len(games) in (0, 1, len(rows)) or not 0 < p < 1:
-        return len(games)
-    return min(len(rows), p * (1 - p) * len(games) / max(np.var(shares, ddof=1), 1e-9))
-
-
-def report(records):
-    """Success with n and interval, the mean score with the half of its 95 % interval, and success by category."""
-    def share(rows):
-        p, n = sum(r["won"] for r in rows) / max(1, len(rows)), independent(rows)
-        return {"success": p, "n": len(rows), "interval": [round(x, 4) for x in wilson(p * n, n)]}
-
-    columns = [*envs.CATEGORIES.values(), *envs.SHELVES.values()]
-    columns += sorted({r["category"] for r in records} - {*columns})
-    categories = {c: [r for r in records if r["category"] == c] for c in columns}
-    shares = {c: share(rows) for c, rows in categories.items() if rows}
-    scores = [r["score"] for r in records] or [0.0]
-    return share(records) | {"score": float(np.mean(scores)), "score_half": float(1.96 * np.std(scores) / math.sqrt(len(scores))),
-                             "success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
-                             "turns": float(np.mean([r["turns"] for r in records])) if records else 0.0}
-
-
-def table(rows, env):
-    """{title: report} -> the paper's columns for an environment, as text."""
-    names, width = list(env.categories.values()), max(map(len, rows)) + 2
-    if env.graded:
-        lines = [" " * width + f"{'Score':>13}{'Success':>15}{'n':>6}   ± half a 95 % interval"]
-        for title, r in rows.items():
-            half = (r["interval"][1] - r["interval"][0]) / 2
-            lines.append(f"{title:{width}}{100 * r['score']:6.1f} ± {100 * r['score_half']:4.1f}{100 * r['success']:8.1f} ± {100 * half:4.1f}{r['n']:6}")
-        return "\n".join(lines)
-    lines = [" " * width + "".join(f"{c:>8}" for c in names) + f"{'All':>8}{'n':>6}   95 %"]
-    for title, r in rows.items():
-        cells = [f"{100 * r['by_category'][c]['success']:8.1f}" if c in r["by_category"] else f"{'-':>8}" for c in names]
-        low, high = r["interval"]
-        lines.append(f"{title:{width}}" + "".join(cells) + f"{100 * r['success']:8.1f}{r['n']:6}   {100 * low:.1f}-{100 * high:.1f}")
-    return "\n".join(lines)
+def record(env, end, said):
+    """An episode as it is written down. `end` tells how it ended; `said` has each turn's response,
+    its action, and whether the response was valid."""
+    texts, actions, valid = zip(*said) if said else ((), (), (0,))
+    return {"task": end["task"], "category": env.categories.get(end["category"], end["category"]),
+            "won": end["won"], "score": end["score"], "turns": len(said),
+            "truncated": end["truncated"], "outgrown": end["outgrown"],
+            "valid_actions": float(np.mean(valid)), "actions": [*actions], "responses": [*texts]}
 
 
 def spaced(ids, limit):
-    """`limit` of the ids, evenly spaced, so that every category keeps its share; all where limit is 0."""
-    return ids if not limit or limit >= len(ids) else [ids[i * len(ids) // limit] for i in range(limit)]
+    """`limit` of the sorted ids (0: all), evenly spaced so that every category keeps its share."""
+    return [ids[i * len(ids) // limit] for i in range(limit)] if 0 < limit < len(ids) else ids
 
 
-# ----------------------------------------------------------------------------------------------------- prompted models
-
-REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: {obs}\nCommands that work now: [{commands}].\n\n"
-         "Continue with your next thought and action. {answer}")
-LESSONS = "You have tried this task before and failed. What you told yourself then:\n{lessons}\n"
-REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{trace}Observation: {obs}\n\nYou did not succeed. In a few "
-           "sentences, tell yourself what went wrong and what to do differently in your next attempt.")
-TRIALS = 3  # of Reflexion
-ALL_TURNS = 8192  # tokens a prompt of ReAct or Reflexion may take, unless --max_prompt says otherwise: an episode of ALFWorld fits
+def wilson(k, n):
+    """The 95 % interval of a share k / n; the usual p ± 1.96 σ is too narrow near 0 and 1."""
+    if n == 0:
+        return 0.0, 1.0
+    p, zz = k / n, 1.96 ** 2 / n
+    middle, half = p + zz / 2, (zz * p * (1 - p) + zz * zz / 4) ** 0.5
+    return max(0.0, (middle - half) / (1 + zz)), min(1.0, (middle + half) / (1 + zz))
 
 
-def react_prompt(episode, thoughts, lessons, start=0, template=REACT):
-    """ReAct (arXiv 2210.03629): every thought, action and observation so far, from turn `start` on. With lessons and REFLECT: Reflexion (arXiv
-    2303.11366)."""
-    trace = "".join(f"Observation: {episode.shown(obs)}\nThought: {thought}\nAction: {action}\n"
-                    for (obs, action), thought in list(zip(episode.history, thoughts))[start:])
-    told = LESSONS.format(lessons="\n".join(f"- {' '.join(lesson.split())}" for lesson in lessons)) if lessons else ""
-    return template.format(**episode.now(episode.info["admissible"]), trace=trace, lessons=told)
+def independent(records):
+    """How many independent episodes would say as much: fewer where repeats of a game end alike."""
+    games, p = {}, np.mean([r["won"] for r in records] or [0])
+    for r in records:
+        games.setdefault(r["task"], []).append(r["won"])
+    if len(games) in (0, 1, len(records)) or not 0 < p < 1:
+        return len(games)
+    variance = np.var([np.mean(won) for won in games.values()], ddof=1)
+    return min(len(records), p * (1 - p) * len(games) / max(variance, 1e-9))
 
 
-class Local:
-    """Answers of a model of ours. `keys` (trajectory, turn) decide the random numbers."""
-
-    def __init__(self, sampler, rows, max_prompt, seed):
-        self.sampler, self.rows, self.limit, self.seed = sampler, rows, min(max_prompt, sampler.lm.max_length - sampler.max_new), seed
-
-    def fits(self, text):
-        return len(self.sampler.lm.chat.first(text)) <= self.limit
-
-    def __call__(self, texts, keys):
-        lm, out = self.sampler.lm, []
-        for n in range(0, len(texts), self.rows):
-            u = [uniforms((self.seed, 0, PROMPTED), *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
-            responses = self.sampler(range(len(u)), [lm.chat.first(text) for text in texts[n:n + self.rows]], u)
-            self.sampler.forget()
-            out += [lm.text(r.ids) for r in responses]
-        return out
+def share(records):
+    p, n = sum(r["won"] for r in records) / max(1, len(records)), independent(records)
+    return {"success": p, "n": len(records), "interval": [round(x, 4) for x in wilson(p * n, n)]}
 
 
-class Endpoint:
-    """Answers of an OpenAI-compatible server: POST URL/chat/completions, so many at once. The key, if it wants one, is in OPENAI_API_KEY. What
-    is busy or broken is asked again after 1, 2, 4 ... seconds (or what Retry-After says), six times in all; ValueError then, or where the key is refused."""
-
-    def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048, tries=6, wait=1.0):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
-        self.url, self.at_once, self.limit, self.tries, self.wait = url.rstrip("/") + "/chat/completions", at_once, 4 * max_prompt, tries, wait
-        self.body = {"model": model, "temperature": temperature, "max_tokens": max_new}
-        self.headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            self.headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
-
-    def fits(self, text):
-        return len(text) <= self.limit  # about four letters a token
-
-    def __call__(self, texts, keys):
-        with ThreadPoolExecutor(self.at_once) as pool:
-            return list(pool.map(self.ask, texts))
-
-    def ask(self, text):
-        body = json.dumps(self.body | {"messages": [{"role": "user", "content": text}]}).encode()
-        for n in range(self.tries):
-            pause = self.wait * 2 ** n
-            try:
-                with urllib.request.urlopen(urllib.request.Request(self.url, body, self.headers), timeout=300) as answer:
-                    return json.load(answer)["choices"][0]["message"]["content"] or ""
-            except urllib.error.HTTPError as error:
-                why = f"{error.code} {error.reason}"
-                with contextlib.suppress(OSError, http.client.HTTPException):  # the line may break while it explains itself
-                    why += f": {error.read(300).decode(errors='replace')}"
-                if error.code in (401, 403):
-                    raise ValueError(f"{self.url} refuses the key in OPENAI_API_KEY ({why})" if "Authorization" in self.headers
-                                     else f"{self.url} wants a key: set OPENAI_API_KEY ({why})") from None
-                if error.code not in (408, 409, 425, 429) and error.code < 500:
-                    raise ValueError(f"{self.url}: {why}") from None
-                with contextlib.suppress(TypeError, ValueError):
-                    pause = min(60.0, max(0.0, float(error.headers.get("Retry-After"))))
-            except (OSError, http.client.HTTPException) as error:
-                why = str(error)
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                why = f"no answer of the OpenAI kind ({type(error).__name__}: {error})"
-            if n + 1 < self.tries:
-                time.sleep(pause)
-        raise ValueError(f"{self.url} did not answer in {self.tries} tries: {why}")
+def report(records):
+    """Success with n and interval, the score with half its 95 % interval, success by category."""
+    columns = [*envs.CATEGORIES.values(), *envs.SHELVES.values()]
+    columns += sorted({r["category"] for r in records} - {*columns})
+    groups = {c: [r for r in records if r["category"] == c] for c in columns}
+    shares = {c: share(group) for c, group in groups.items() if group}
+    scores, turns = (np.array([r[k] for r in records] or [0.0]) for k in ("score", "turns"))
+    half = float(1.96 * scores.std() / len(scores) ** 0.5)
+    return share(records) | {
+        "score": float(scores.mean()), "score_half": half,
+        "success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
+        "turns": float(turns.mean())}
 
 
-def thought_of(text):
-    """What stands between the think tags, or before the action."""
-    found = re.search("<think>(.*?)</think>", text, re.I | re.S) or re.match("(.*?)<action>", text, re.I | re.S)
-    return " ".join(found[1].split()) if found else ""
+def table(reports, env):
+    """{title: report} -> a line of text for each, in the paper's columns for the environment."""
+    names, width = list(env.categories.values()), max(map(len, reports)) + 2
+    heads = "".join(f"{name:>8}" for name in [*names, "All"]) + "     n   95 %"
+    graded = "        Score        Success     n   ± half a 95 % interval"
+    lines = [" " * width + (graded if env.graded else heads)]
+    for title, r in reports.items():
+        (low, high), won = 100 * np.array(r["interval"]), r["success_by_category"]
+        row = "".join(f"{100 * won[c]:8.1f}" if c in won else f"{'-':>8}" for c in names)
+        row += f"{100 * r['success']:8.1f}{r['n']:6}   {low:.1f}-{high:.1f}"
+        if env.graded:
+            row = (f"{100 * r['score']:6.1f} ± {100 * r['score_half']:4.1f}"
+                   f"{100 * r['success']:8.1f} ± {(high - low) / 2:4.1f}{r['n']:6}")
+        lines.append(f"{title:{width}}{row}")
+    return "\n".join(lines)
 
 
-def play_prompted(answers, games, pool, style, *, first=0, history=2, quiet=False, keep=lambda record: None):
-    """Every game once by a prompted model -> records as of `play`, with trials and lessons. plain: the prompt of training. react: all thoughts and
-    turns so far. reflexion: the same up to TRIALS times, each after lessons the model wrote about its failures. `keep` sees each attempt as it ends."""
-    records, lessons = [None] * len(games), [[] for _ in games]
-    for trial in range(TRIALS if style == "reflexion" else 1):
-        left = [i for i, r in enumerate(records) if r is None or not r["won"]]
-        for n in range(0, len(left), SIDE_BY_SIDE):
-            for i, played in play_once(answers, games, left[n:n + SIDE_BY_SIDE], pool, style, lessons, trial, first, history, quiet, keep):
-                records[i] = played
-    return records
-
-
-def play_once(answers, games, numbers, pool, style, lessons, trial, first, history, quiet, keep):
-    """One attempt at some of the games, side by side -> [(number, record)]; in reflexion a lesson is added for each that failed."""
-    for i in numbers:
-        pool.start(i, games[i])
-    episodes = {i: pool.env.episode(*answer) for i, answer in zip(numbers, pool.gather(numbers))}
-    said, thoughts, live, out = {i: [] for i in numbers}, {i: [] for i in numbers}, list(numbers), {}
-
-    def prompt(i, template=REACT):
-        """The newest part of the history that fits; None where not even the observation does."""
-        parts = range(history, -1, -1) if style == "plain" else range(len(thoughts[i]) + 1)
-        texts = (episodes[i].window_prompt(k) if style == "plain" else react_prompt(episodes[i], thoughts[i], lessons[i], k, template) for k in parts)
-        return next((text for text in texts if answers.fits(text)), None)
-
-    def end(i, truncated, outgrown=False):
-        live.remove(i)
-        out[i] = record(pool.env, games[i], episodes[i].info, truncated, outgrown, said[i]) | {"trials": trial + 1, "lessons": list(lessons[i])}
-        keep(out[i])
-
-    with tqdm(total=len(numbers), desc=f"{style}, attempt {trial + 1}", disable=quiet, leave=False) as bar:
-        while live:
-            prompts = {i: prompt(i) for i in live}
-            for i in [i for i, text in prompts.items() if text is None]:
-                pool.drop(i)
-                end(i, True, True)
-            asked = list(live)
-            texts = answers([prompts[i] for i in asked], [(first + i, 1000 * trial + len(said[i])) for i in asked])
-            for i, text in zip(asked, texts):
-                said[i].append((text, *envs.parse_action(text, pool.env.fallback)))
-                thoughts[i].append(thought_of(text))
-                pool.step(i, said[i][-1][1])
-            for i, (obs, _, terminated, truncated, info) in zip(asked, pool.gather(asked)):
-                episodes[i].took(said[i][-1][1], obs, info)
-                if terminated or truncated:
-                    end(i, truncated)
-            bar.update(len(numbers) - len(live) - bar.n)
-    failed = [i for i in numbers if not out[i]["won"] and style == "reflexion" and trial + 1 < TRIALS]
-    prompts = {i: prompt(i, REFLECT) for i in failed}
-    asked = [i for i in failed if prompts[i]]
-    for i, text in zip(asked, answers([prompts[i] for i in asked], [(first + i, 1000 * trial + 999) for i in asked])):
-        lessons[i].append(text)
-    return out.items()
-
-
-# -------------------------------------------------------------------------------------------------------------- curves
-
-
-def json_of(*path):
-    with open(os.path.join(*path)) as file:
-        return json.load(file)
-
-
-def read_run(folder):
-    """-> (config, lines of metrics.jsonl). ValueError where there are none."""
-    try:
-        config = json_of(folder, "config.json")
-        with open(os.path.join(folder, "metrics.jsonl")) as file:
-            lines = [json.loads(line) for line in file]
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} is no finished or running run of train.py: {error}") from None
-    if not lines:
-        raise ValueError(f"{folder}/metrics.jsonl has no line yet")
-    return config, lines
-
-
-def read_result(folder):
-    """-> (config, eval.json and cost.json, lines of metrics.jsonl) of a finished run."""
-    config, lines = read_run(folder)
-    try:
-        result = json_of(folder, "eval.json")
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} is not finished: {error}") from None
-    with contextlib.suppress(OSError):
-        result |= json_of(folder, "cost.json")
-    return config, result, lines
-
-
-# What may differ between runs of one setting
-NO_SETTING = {"seed", "out", "git", "versions", "resume", "workers", "data", "save_every", "rows", "tokens_per_micro_batch", "checkpointing", "compile", "log"}
-
-
-def by_setting(folders, read):
-    """What `read` finds in the folders, in groups that differ in nothing but their seed; folders without a run are named and left out."""
-    groups = {}
-    for folder in folders:
+def group_runs(folders, finished=False):
+    """{label: runs} by the folders' names without -SEED, with the parent folder before them where
+    that is not the same for all. A folder without a run is named and left out."""
+    groups, parent = {}, os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
+    for folder in map(Path, folders):
         try:
-            found = read(folder)
-        except ValueError as error:
-            print(f"left out: {error}", file=sys.stderr)
+            lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+            config, result = json.loads((folder / "config.json").read_text()), {}
+            if finished:
+                result = json.loads((folder / "eval.json").read_text())
+            if not lines:
+                raise OSError("metrics.jsonl has no line yet")
+        except (OSError, json.JSONDecodeError) as error:
+            print(f"left out: {folder} is no run, or not finished: {error}", file=sys.stderr)
             continue
-        same = {k: v for k, v in found[0].items() if k not in NO_SETTING}
-        groups.setdefault(json.dumps(same, sort_keys=True), []).append(found)
+        if (folder / "cost.json").is_file():  # the first runs have none
+            result |= json.loads((folder / "cost.json").read_text())
+        runs = groups.setdefault(re.sub(r"-\d+$", "", os.path.relpath(folder, parent)), [])
+        env, seed = config["env"], config["seed"]
+        if any(other.config["seed"] == seed or other.config["env"] != env for other in runs):
+            raise ValueError(f"{folder}: a run of its name has the same --seed or another --env")
+        runs.append(SimpleNamespace(config=config, lines=lines, result=result))
     if not groups:
         raise ValueError("none of these folders is a run of train.py")
-    return list(groups.values())
+    return groups
 
 
-NAMES = {"sapo": "SAPO", "ppo": "PPO", "grpo": "GRPO", "rloo": "RLOO", "gigpo": "GiGPO", "empg": "EMPG"}
+def mean_std(values, digits=1):
+    std = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{std}" if values else "–"
 
 
-def labels(configs):
-    """A name for each setting: the method, and whatever else it does not have in common with most of the settings."""
-    named = NO_SETTING | {"algo", "critic", "without_std", "c_v", "c_q", "group"}
-    common = {}  # of each other key the value that goes without saying, if there is one
-    for k in dict.fromkeys(k for c in configs for k in c if k not in named):
-        value, count = Counter(json.dumps(c.get(k)) for c in configs).most_common(1)[0]
-        common[k] = value if 2 * count > len(configs) else None
-    out = []
-    for c in configs:
-        parts = [NAMES[c.get("algo", "sapo")] + (" without std" if c.get("without_std") else "")]
-        if parts == ["SAPO"] and c.get("critic") == "separate":
-            parts.append("separate critic")
-        elif parts == ["SAPO"] and not c["c_v"] + c["c_q"]:
-            parts.append("no V, no Q")
-        elif parts == ["SAPO"]:
-            parts += [f"{k} {c[k]:g}" for k, usual in (("c_v", 0.5), ("c_q", 0.25)) if c[k] != usual]
-        usual = 8 if c.get("algo") in GROUPED else 1
-        if c.get("group", usual) != usual:
-            parts.append(f"groups of {c['group']}")
-        out.append(", ".join(parts + [f"{k} {c.get(k)}" for k, value in common.items() if json.dumps(c.get(k)) != value]))
-    return out
+def table_row(label, runs, columns, when=""):
+    """The cells of a row. columns: {head: key in eval.json, None where the head is a category}.
+    when: "_before" for the start of training, which has cost nothing."""
+    cells = [label, str(len(runs))]
+    for column, key in columns.items():
+        by_category = [run.result[f"success{when}_by_category"].get(column) for run in runs]
+        shares = [run.result.get(key.format(when)) for run in runs] if key else by_category
+        cells.append(mean_std([100 * x for x in shares if x is not None]))
+    seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
+    tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in run.lines) / 1e6
+              for run in runs]
+    memory = max(run.result.get("peak_memory", 0) for run in runs)
+    costs = [mean_std(seconds, 0), mean_std(tokens, 2), f"{memory:.2f}" if memory else "–"]
+    return cells + (["", "", ""] if when else costs)
 
 
 def paper_table(folders):
-    """The paper's Table 1 from finished runs, as Markdown: mean and standard deviation over seeds in percent, and what it cost."""
-    groups = by_setting(folders, read_result)
-    env = envs.known(groups[0][0][0]["env"])
-    columns = ["score", "success"] if env.graded else [*env.categories.values(), "success"]
-    heads = {"score": "Score", "success": "Success" if env.graded else "All", "at_1": "All, T = 1"}
-    if "success_at_1" in groups[0][0][1]:
-        columns.append("at_1")
-
-    def number(result, c, before):
-        if c == "at_1":
-            return result.get(f"success{before}_at_1")
-        return result[f"{c}{before}"] if c in heads else result[f"success{before}_by_category"].get(c)
-
-    def spread(values, digits=1):
-        values = [v for v in values if v is not None]
-        if not values:
-            return "–"
-        return f"{np.mean(values):.{digits}f}" + (f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "")
-
-    def row(title, runs, before=""):
-        cells = [spread([None if x is None else 100 * x for x in (number(result, c, before) for _, result, _ in runs)]) for c in columns]
-        seconds = [sum(line["time_total"] for line in lines) for *_, lines in runs]
-        tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in lines) / 1e6 for *_, lines in runs]
-        memory = [result.get("peak_memory", 0) for _, result, _ in runs]
-        cost = ["", "", ""] if before else [spread(seconds, 0), spread(tokens, 2), f"{max(memory):.2f}" if max(memory) else "–"]
-        return "| " + " | ".join([title, str(len(runs)), *cells, *cost]) + " |"
-
-    titles = ["method", "seeds", *(heads.get(c, c) for c in columns), "seconds", "M tokens", "GB"]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    lines.append(row("start", groups[0], "_before"))
-    return "\n".join(lines + [row(name, runs) for name, runs in zip(labels([runs[0][0] for runs in groups]), groups)])
-
-
-def pyplot():
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt
-
-
-def plot_phases(reports, path):
-    """The paper's runtime figure: seconds of an iteration by phase, method beside method, of `train.py --bench --ppo --out RUN`."""
-    plt = pyplot()
-    fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 3.6), layout="constrained", squeeze=False)
-    for ax, report in zip(axes[0], reports):
-        algos, bottom = list(report["seconds"]), np.zeros(len(report["seconds"]))
-        for phase in report["seconds"][algos[0]]:
-            heights = np.array([report["seconds"][a][phase] for a in algos])
-            if heights.any():
-                ax.bar([NAMES[a] for a in algos], heights, bottom=bottom, width=0.6, label=phase)
-                bottom += heights
-        for n, height in enumerate(bottom):
-            ax.text(n, height, f"{height:.1f}", ha="center", va="bottom")
-        ax.set(title=f"{report['model']}, {report['context']}, old values by {report['old']}", ylabel="seconds an iteration")
-        ax.margins(y=0.12)
-    axes[0][0].legend(fontsize=8, loc="lower center")
-    fig.suptitle(reports[0]["versions"]["device"])
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
+    """The paper's Table 1 as Markdown: mean ± standard deviation over the seeds, in percent."""
+    groups = group_runs(folders, finished=True)
+    first = next(iter(groups.values()))
+    env = envs.known(first[0].config["env"])
+    columns = {"Score": "score{}"} if env.graded else dict.fromkeys(env.categories.values())
+    columns["Success" if env.graded else "All"] = "success{}"
+    if "success_at_1" in first[0].result:
+        columns["All, T = 1"] = "success{}_at_1"
+    heads = ["method", "seeds", *columns, "seconds", "M tokens", "GB"]
+    rows = [heads, ["---"] * len(heads), table_row("start", first, columns, "_before")]
+    rows += [table_row(label, runs, columns) for label, runs in groups.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 PANELS = {"success": "success of the rollouts", "v_explained_variance": "explained variance of V",
@@ -413,167 +186,305 @@ PANELS = {"success": "success of the rollouts", "v_explained_variance": "explain
 
 
 def learned(config, key):
-    """Whether a run has the value that a panel is about. (c_q is 0 where the critic is not shared.)"""
-    critic = config.get("critic", "shared")
-    return {"v": config["c_v"] if critic == "shared" else critic == "separate", "q": config["c_q"]}.get(key.split("_")[0], True)
-
-
-def smooth(curve, reach=2):
-    """Each point's mean with its neighbours, two on either side where there are as many."""
-    return [np.mean(curve[max(0, i - reach):i + reach + 1]) for i in range(len(curve))]
+    """Whether a run trains the value of a panel. Old runs of sapo-separate say critic: separate."""
+    separate = config["algo"] in ("sapo-separate", "ppo") or config.get("critic") == "separate"
+    shared = config["algo"] == "sapo" and not separate
+    trained = {"v": separate or shared and config["c_v"] > 0, "q": shared and config["c_q"] > 0}
+    return trained.get(key.split("_")[0], True)
 
 
 def plot(folders, path):
-    """Runs that differ in nothing but their seed share a colour: each of them thin; thick the mean over seeds (of the KL, whose outliers are
-    orders of magnitude away, the median) and five iterations."""
-    plt, groups = pyplot(), by_setting(folders, read_run)
-    names = labels([runs[0][0] for runs in groups])
+    """Curves in a colour for each group: its seeds thin, and thick their mean over five iterations;
+    of the KL it is the median, because its outliers are orders of magnitude away."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    groups = group_runs(folders)
     fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
-    for n, runs in enumerate(groups):
-        label = names[n] + (f", {len(runs)} seeds" if len(runs) > 1 else "")
-        for ax, (key, title) in zip(axes, PANELS.items()):
-            ax.set(title=title, xlabel="iteration")
-            ax.grid(True, alpha=0.3)
-            if not learned(runs[0][0], key):
-                continue
-            curves = [[line[key] for line in lines] for _, lines in runs]
+    for ax, (key, title) in zip(axes, PANELS.items()):
+        ax.set(title=title, xlabel="iteration")
+        ax.grid(True, alpha=0.3)
+        for n, (label, runs) in enumerate(groups.items()):
+            curves = [[line[key] for line in run.lines] for run in runs if learned(run.config, key)]
+            faint = 1 if len(runs) == 1 else 0.4 if len(groups) < 4 else 0.1
             for curve in curves:
-                ax.plot(range(1, len(curve) + 1), curve, color=f"C{n}", linewidth=0.8, alpha=1 if len(runs) == 1 else 0.4 if len(groups) < 4 else 0.1)
-            if len(runs) > 1:
-                shortest = min(map(len, curves))
-                ax.plot(range(1, shortest + 1), smooth((np.median if key == "kl" else np.mean)([c[:shortest] for c in curves], 0)), color=f"C{n}", linewidth=2.4, label=label)
-            else:
+                ax.plot(range(1, len(curve) + 1), curve, f"C{n}", linewidth=0.8, alpha=faint)
+            if len(curves) > 1:
+                label, shortest = f"{label}, {len(curves)} seeds", min(map(len, curves))
+                middle = np.median if key == "kl" else np.mean
+                middle = middle([curve[:shortest] for curve in curves], 0)
+                smooth = [middle[max(0, i - 2):i + 3].mean() for i in range(len(middle))]
+                ax.plot(range(1, len(smooth) + 1), smooth, f"C{n}", linewidth=2.4)
+            if curves:
                 ax.lines[-1].set_label(label)
-    places = {f"{c['model']} on {c['env']}" for (c, _), *_ in groups}
-    if len(places) == 1:
-        fig.suptitle(*places)
+    places = {f"{runs[0].config['model']} on {runs[0].config['env']}" for runs in groups.values()}
+    fig.suptitle(", ".join(sorted(places)))
     axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
+    axes[0].legend(fontsize=8)
     axes[-1].set_yscale("symlog", linthresh=0.01)
     axes[-1].set_ylim(bottom=0)
-    axes[0].legend(fontsize=8)
     fig.savefig(path, dpi=110)
     plt.close(fig)
 
 
-# ------------------------------------------------------------------------------------------------------- command line
+WORDS = "env data goals context engine dtype".split()  # these two kinds of flags are train.py's too
+COUNTS = "rows horizon history max_new max_prompt max_context places objects workers".split()
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", help="a run, a model folder, a hub id or a bare name; tiny: an untrained model")
+    add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
+    add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
+    add("--repeats", type=int, default=1, help="how often every game is played")
+    add("--temperature", type=float, default=TEMPERATURE, help="0 is greedy")
+    add("--seed", type=int, default=0)
+    add("--out", help="NAME.json or a folder (default: eval-SPLIT.json in the run, or eval.json)")
+    add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
+        "training; react: all thoughts and turns; reflexion: several attempts with lessons")
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible server; its key in OPENAI_API_KEY")
+    for name in WORDS + COUNTS:
+        add(f"--{name}", type=int if name in COUNTS else str, help="default: the run's")
+    add("--plot", nargs="+", metavar="RUN", help="only draw their curves (--out, curves.png)")
+    add("--table", nargs="+", metavar="RUN", help="only print the paper's table of finished runs")
+    return parser
+
+
+def newest_checkpoint(run):
+    """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
+    whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
+    return max(whole, key=lambda path: int(path.name[11:]), default=None)
+
+
+def complete(args):
+    """Fills in the flags that were not given, from the run that --model names or else by default.
+    -> the folder of the run's weights, or None where --model is no run."""
+    if not args.model:
+        raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
+    final, config = Path(args.model, "final"), Path(args.model, "config.json")
+    weights = final if final.is_dir() else newest_checkpoint(args.model)
+    weights = weights if config.is_file() and not args.endpoint else None
+    known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
+             "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
+    known |= json.loads(config.read_text()) if weights else {}
+    if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
+        known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
+    if args.prompt != "plain":
+        known["max_prompt"] = 8192  # a whole episode of ALFWorld fits
+    if args.prompt != "plain" or args.endpoint:
+        args.context = "window"  # a prompted model is shown its past anew in every turn
+    vars(args).update({k: known.get(k) for k in WORDS + COUNTS if getattr(args, k) is None})
+    args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
+    least = {"limit": 0, "repeats": 1, "temperature": 0, "max_new": 1, "history": 0}
+    for name in least:
+        if getattr(args, name) < least[name]:
+            raise ValueError(f"--{name} must be at least {least[name]}, got {getattr(args, name)}")
+    if args.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"unknown --dtype {args.dtype!r}; known: float32, bfloat16")
+    return weights
+
+
+def play_all(args, sampler, games, pool, path):
+    """Plays the games --repeats times -> records. Each is written down as soon as it is known, so
+    that an hour of an endpoint's answers survives a failure."""
+    records, rows = {}, args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
+    for n in range(args.repeats):
+        if args.prompt == "plain" and not args.endpoint:
+            played = play(sampler, games, pool, seed=args.seed + n, rows=rows,
+                          history=args.history, title=f"{args.env} {args.split}")
+        else:
+            answers = Local(sampler, rows, args.seed + n) if sampler else Endpoint(
+                args.endpoint, args.model, args.temperature, args.max_new, rows, args.max_prompt)
+            played = play_prompted(answers, games, pool, args.prompt, history=args.history)
+        with open(path, "a" if n else "w") as file:
+            for r in played:
+                print(json.dumps({"repeat": n} | r), file=file, flush=True)
+                records[n, r["task"]] = r  # the last attempt at a game counts
+    return [records[n, game] for n in range(args.repeats) for game in games]
+
+
+def evaluate(args):
+    """Plays the split with --model, writes the report and prints its table."""
+    weights, sampler = complete(args), None
+    env, options = envs.known(args.env), envs.options_for(args.env, vars(args))
+    args.split, args.goals = args.split or env.held_out[0], options.get("goals")
+    games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
+    usual = (None, "synthetic", "plain")
+    kinds = [args.split, *(word for word in (args.goals, args.prompt) if word not in usual)]
+    out = args.out or (f"{args.model}/eval-{'-'.join(kinds)}.json" if weights else "eval.json")
+    out = Path(out) if out.endswith(".json") else Path(out, "eval.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not args.endpoint:
+        lm = load(str(weights or args.model), words=envs.words(), dtype=getattr(torch, args.dtype))
+        sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
+                          max_prompt=args.max_prompt, max_context=args.max_context)
+    workers = envs.default_workers(args.env) if args.workers is None else args.workers
+    with contextlib.closing(envs.Pool(args.env, options, workers)) as pool:
+        records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))
+    about = ("model", "prompt", "env", "goals", "split", "temperature", "repeats")
+    result = report(records) | {name: getattr(args, name) for name in about}
+    out.write_text(json.dumps(result, indent=1))
+    title = f"{Path(args.model).name}, {', '.join(kinds)}, T = {args.temperature:g}"
+    print(table({title: result}, env))
+    if outgrown := sum(r["outgrown"] for r in records):
+        print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit "
+              "(--max_prompt, --max_context)")
+    print(f"wrote {out}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Success by category, from a run, a folder or a hub id; or curves (--plot).",
-                                     allow_abbrev=False)
-    add = parser.add_argument
-    add("--model", help="a run of train.py, a model folder, a hub id or a bare name; tiny is an untrained model")
-    add("--env", help="house, alfworld or webshop (default: the run's, else house)")
-    add("--split", help="default: test (house, webshop), valid_seen (alfworld); webshop has the original's test_500 too")
-    add("--data", help="alfworld: the folder that holds json_2.1.1; webshop: the folder of its catalogue")
-    add("--goals", help="webshop: synthetic or human (default: the run's, else synthetic)")
-    add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
-    add("--repeats", type=int, default=1, help="times every game is played")
-    add("--temperature", type=float, default=0.4, help="0 is greedy")
-    add("--out", help="the report, NAME.json or a folder for eval.json (default: eval-SPLIT.json in the run, else eval.json); "
-        "episodes go to .jsonl beside it")
-    add("--seed", type=int, default=0)
-    add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in training; react: all thoughts and turns so far; reflexion: up to "
-        f"{TRIALS} attempts with lessons in between")
-    add("--endpoint", metavar="URL", help="an OpenAI-compatible server (https://api.openai.com/v1) that serves --model; its key in OPENAI_API_KEY")
-    for name, kind, text in (("context", str, "window or full"), ("engine", str, "kv or hf"), ("dtype", str, "float32 or bfloat16"), ("rows", int, "games decoded side by side"),
-                             ("horizon", int, "turns an episode may take"),
-                             ("history", int, "turns shown in a window prompt"), ("max_new", int, "tokens a response may take"),
-                             ("max_prompt", int, "tokens a window prompt may take"), ("max_context", int, "tokens a conversation may take"),
-                             ("places", int, "house: its size"), ("objects", int, "house: its size"), ("workers", int, "processes that play")):
-        add(f"--{name}", type=kind, help=f"{text} (default: the run's)")
-    add("--plot", nargs="+", metavar="RUN", help="draw the curves of these runs, or the phases of these benches, in one figure (--out, default curves.png) and stop")
-    add("--table", nargs="+", metavar="RUN", help="print the paper's table of these finished runs as Markdown and stop")
-    args = parser.parse_args()
+    args = make_parser().parse_args()
     try:
         if args.table:
-            return print(paper_table(args.table))
-        if args.plot:
-            benches = [path for path in (os.path.join(folder, "bench.json") for folder in args.plot) if os.path.isfile(path)]
-            if benches and len(benches) < len(args.plot):
-                raise ValueError("--plot draws either runs or benches, not both in one figure")
-            if benches:
-                plot_phases([json_of(path) for path in benches], args.out or "curves.png")
-            else:
-                plot(args.plot, args.out or "curves.png")
-            return print(f"wrote {args.out or 'curves.png'}")
-        evaluate(args)
+            print(paper_table(args.table))
+        elif args.plot:
+            plot(args.plot, args.out or "curves.png")
+            print(f"wrote {args.out or 'curves.png'}")
+        else:
+            evaluate(args)
     except (ValueError, OSError, ImportError, envs.GameError) as error:
         sys.exit(f"eval.py: {error}")
 
 
-def evaluate(args):
-    setting, options, weights, is_run = setting_of(args)
-    env, repeats = setting["env"], range(args.repeats)
-    split = args.split or envs.known(env).held_out[0]
-    games = spaced(envs.tasks(env, split, **options), args.limit)
-    kinds = [split] + [word for word in (options.get("goals"), args.prompt) if word not in (None, "synthetic", "plain")]
-    name = f"eval-{'-'.join(kinds)}.json"
-    out = args.out or (os.path.join(args.model, name) if is_run else "eval.json")
-    out = out if out.endswith(".json") else os.path.join(out, "eval.json")
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    sampler = None
-    if not args.endpoint:
-        lm = load(weights, words=envs.words(), dtype=getattr(torch, setting["dtype"]))
-        sampler = Sampler(lm, setting["engine"], setting["context"], setting["max_new"], args.temperature)
-    workers = setting.get("workers")
-    pool = envs.Pool(env, options, envs.default_workers(env) if workers is None else workers)
-    lines = os.path.splitext(out)[0] + ".jsonl"
-    try:
-        if args.prompt != "plain" or args.endpoint:
-            records = [r for n in repeats for r in evaluate_prompted(args, setting, sampler, games, pool, n, lines)]
-        else:
-            records = [{"repeat": n} | r for n in repeats for r in play(
-                sampler, games, pool, seed=args.seed + n, rows=setting.get("rows"), history=setting["history"], max_prompt=setting["max_prompt"],
-                max_context=setting.get("max_context"), title=f"{env} {split}")]
-            with open(lines, "w") as file:
-                file.writelines(json.dumps(r) + "\n" for r in records)
-    finally:
-        pool.close()
-    result = report(records) | {"model": args.model, "prompt": args.prompt, "env": env, "goals": options.get("goals"), "split": split,
-                                "temperature": args.temperature, "repeats": args.repeats}
-    with open(out, "w") as file:
-        json.dump(result, file, indent=1)
-    print(table({f"{os.path.basename(args.model.rstrip('/'))}, {', '.join(kinds)}, T = {args.temperature:g}": result}, envs.known(env)))
-    outgrown = sum(r["outgrown"] for r in records)
-    if outgrown:
-        print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit (--max_prompt, --max_context)")
-    print(f"wrote {out}")
+# ----------------------------------------------------------------------------- prompted models
+
+REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: "
+         "{obs}\nCommands that work now: [{commands}].\n\nContinue with your next thought and "
+         "action. {answer}")
+LESSONS = "You have tried this task before and failed. What you told yourself then:\n{lessons}\n"
+REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{trace}Observation: "
+           "{obs}\n\nYou did not succeed. In a few sentences, tell yourself what went wrong and "
+           "what to do differently in your next attempt.")
+TRIALS = 3  # attempts at a game in Reflexion
+RETRIES = 6  # of a request that an endpoint is too busy to answer
 
 
-def setting_of(args):
-    """The flags over the settings of the run that --model names -> (settings, the environment's options, where the weights are, whether it is a run)."""
-    if not args.model:
-        raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
-    run = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512, "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    weights = next((p for p in (os.path.join(args.model, n) for n in ("final", "checkpoint")) if os.path.isdir(p)), args.model)
-    is_run = not args.endpoint and weights != args.model and os.path.isfile(os.path.join(args.model, "config.json"))
-    if is_run:
-        run |= json_of(args.model, "config.json")
-    setting = run | {k: v for k, v in vars(args).items() if v is not None}
-    if run["env"] != setting["env"]:
-        setting |= {k: getattr(args, k) for k in ("data", "goals", "horizon", "max_prompt")}  # not the other environment's
-    if args.prompt != "plain" and not args.max_prompt:
-        setting["max_prompt"] = ALL_TURNS
-    setting["max_prompt"] = setting.get("max_prompt") or envs.known(setting["env"]).max_prompt
-    for name, least in (("limit", 0), ("repeats", 1), ("temperature", 0), ("max_new", 1), ("history", 0)):
-        if setting[name] < least:
-            raise ValueError(f"--{name} must be at least {least}, got {setting[name]}")
-    if setting["dtype"] not in ("float32", "bfloat16"):
-        raise ValueError(f"unknown --dtype {setting['dtype']!r}; known: float32, bfloat16")
-    if args.prompt != "plain" or args.endpoint:
-        setting["context"] = "window"
-    return setting, envs.options_for(setting["env"], setting), weights if is_run else args.model, is_run
+class Local:
+    """Answers of a model on this machine. The keys (game, turn) decide the random numbers."""
+
+    def __init__(self, sampler, rows, seed):
+        self.sampler, self.rows, self.seed = sampler, rows, (seed, 0, PROMPTED)
+
+    def fits(self, text):
+        return len(self.sampler.lm.chat.first(text)) <= self.sampler.limit
+
+    def __call__(self, texts, keys):
+        lm, out = self.sampler.lm, []
+        for n in range(0, len(texts), self.rows):
+            prompts = [lm.chat.first(text) for text in texts[n:n + self.rows]]
+            u = [uniforms(self.seed, *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
+            out += [lm.text(r.ids) for r in self.sampler(range(len(u)), prompts, u)]
+        return out
 
 
-def evaluate_prompted(args, setting, sampler, games, pool, n, path):
-    """The n-th repeat of a prompted model. Every attempt is written down as it ends: an hour of an endpoint's answers is not lost to its last one."""
-    rows = setting.get("rows") or (16 if args.endpoint else SIDE_BY_SIDE)
-    answers = Endpoint(args.endpoint, args.model, args.temperature, setting["max_new"], rows, setting["max_prompt"]) if args.endpoint else Local(
-        sampler, rows, setting["max_prompt"], args.seed + n)
-    with open(path, "a" if n else "w") as file:
-        keep = lambda r: print(json.dumps({"repeat": n} | r), file=file, flush=True)
-        return [{"repeat": n} | r for r in play_prompted(answers, games, pool, args.prompt, history=setting["history"], keep=keep)]
+class Endpoint:
+    """Answers of an OpenAI-compatible server. Its client asks again where the server is busy."""
+
+    def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
+        try:
+            import openai
+        except ImportError:
+            raise ValueError("--endpoint needs a client: pip install openai") from None
+        key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
+        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=300)
+        self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
+        self.url, self.at_once, self.limit = url, at_once, 4 * max_prompt
+        self.errors = (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError)
+
+    def fits(self, text):
+        return len(text) <= self.limit  # a token has about four letters
+
+    def __call__(self, texts, keys):
+        with ThreadPoolExecutor(self.at_once) as threads:
+            return list(threads.map(self.ask, texts))
+
+    def ask(self, text):
+        chat = [{"role": "user", "content": text}]
+        try:
+            answer = self.client.chat.completions.create(messages=chat, **self.options)
+            content = answer.choices[0].message.content or ""  # None: it ran out of tokens
+            if isinstance(content, str):
+                return content
+            why = f"the answer has no text but {content!r}"
+        except self.errors as error:
+            refused = getattr(error, "status_code", None) in (401, 403)
+            why = f"{'OPENAI_API_KEY is missing or refused: ' if refused else ''}{error!r}"
+        raise ValueError(f"{self.url}: {' '.join(why.split())[:300]}")
+
+
+def ask(answers, attempts, style, history, turn=None, template=REACT):
+    """Asks with as much of the past as fits: in plain as in training, else with all thoughts and
+    turns (ReAct, arXiv 2210.03629) and lessons (Reflexion, arXiv 2303.11366). -> [(attempt,
+    response)] of those for which any prompt fits."""
+    asked = []
+    for a in attempts:
+        told, fields = "", a.episode.now(a.episode.info["admissible"])
+        if a.lessons:
+            told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in a.lessons))
+        traces = ("".join(a.past[n:]) for n in range(len(a.past) + 1))
+        texts = (template.format(**fields, lessons=told, trace=trace) for trace in traces)
+        if style == "plain":
+            texts = (a.episode.window_prompt(k) for k in range(history, -1, -1))
+        asked += [(a, text) for text in itertools.islice(filter(answers.fits, texts), 1)]
+    keys = [(a.game, 1000 * a.trial + (len(a.said) if turn is None else turn)) for a, _ in asked]
+    return [(a, said) for (a, _), said in zip(asked, answers([text for _, text in asked], keys))]
+
+
+def thought_of(text):
+    """What stands between the think tags, or before the action."""
+    found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
+             or re.match("(.*?)<action>", text, re.I | re.S))
+    return " ".join(found[1].split()) if found else ""
+
+
+def play_attempts(attempts, answers, pool, style, history):
+    """Plays attempts side by side and yields (attempt, truncated, outgrown) as each ends."""
+    while attempts:
+        spoken = ask(answers, attempts, style, history)
+        games = [a.game for a, _ in spoken]
+        for a in [a for a in attempts if a.game not in games]:
+            pool.drop(a.game)
+            yield a, True, True
+        for a, text in spoken:
+            a.said.append((text, *envs.parse_action(text, pool.env.fallback)))
+            obs, action = a.episode.shown(a.episode.obs), a.said[-1][1]
+            a.past.append(f"Observation: {obs}\nThought: {thought_of(text)}\nAction: {action}\n")
+            pool.step(a.game, action)
+        attempts = []
+        for (a, _), (obs, _, terminated, truncated, info) in zip(spoken, pool.gather(games)):
+            a.episode.took(a.said[-1][1], obs, info)
+            if terminated or truncated:
+                yield a, truncated, False
+            else:
+                attempts.append(a)
+
+
+def play_prompted(answers, games, pool, style, *, history=2, quiet=False):
+    """Plays every game and yields a record of each attempt as it ends. Reflexion tries a game up to
+    TRIALS times, each time with the lessons that the model wrote after its failures."""
+    left, lessons = [*range(len(games))], [[] for _ in games]
+    for trial in range(TRIALS if style == "reflexion" else 1):
+        numbers, left = left, []
+        for some in (numbers[n:n + SIDE_BY_SIDE] for n in range(0, len(numbers), SIDE_BY_SIDE)):
+            for i in some:
+                pool.start(i, games[i])
+            episodes = [pool.env.episode(*first) for first in pool.gather(some)]
+            attempts = [SimpleNamespace(game=i, trial=trial, episode=e, said=[], past=[],
+                                        lessons=[*lessons[i]]) for i, e in zip(some, episodes)]
+            bar = tqdm(play_attempts(attempts, answers, pool, style, history), leave=False,
+                       desc=f"{style}, attempt {trial + 1}", total=len(some), disable=quiet)
+            for a, truncated, outgrown in bar:
+                end = {"task": games[a.game], "truncated": truncated, "outgrown": outgrown}
+                yield (record(pool.env, a.episode.info | end, a.said)
+                       | {"trials": trial + 1, "lessons": a.lessons})
+            failed = [a for a in attempts if not a.episode.info["won"]]
+            left += [a.game for a in failed]
+            if style == "reflexion" and trial + 1 < TRIALS:
+                for a, lesson in ask(answers, failed, style, history, 999, REFLECT):
+                    lessons[a.game].append(lesson)
 
 
 if __name__ == "__main__":

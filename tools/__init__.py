@@ -1,0 +1,1 @@
+"""Measuring (bench.py), and making the tiny models that training starts from (imitate.py)."""

@@ -1,0 +1,357 @@
+"""Imitation: before Algorithm 1, a model that cannot speak yet learns from demonstrations.
+
+    python tools/imitate.py --out runs/house                      made results/tiny-house
+    python tools/imitate.py --env alfworld --model runs/house --steps 800 --out runs/alfworld
+                                                                  made results/tiny-alfworld
+    python train.py --env alfworld --model runs/alfworld          goes on from there
+
+Sparse reward repairs a wrong decision quickly and a wrong word slowly. So the model first takes
+steps on what a demonstrator says in training games, until nearly all actions that it samples itself
+are admissible. Here `--model tiny` means random weights. The result is a Hugging Face folder. The
+paper has no such phase, and pretrained models need none. It runs as one process, without ranks.
+"""
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import envs
+import eval as evaluation
+import train
+from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
+from model import is_tiny, load, make_batch, micro_batches, restricted_log_softmax
+from rollout import next_prompt, rollout
+
+# ---------------------------------------------------------------------------- the demonstrators
+
+RESPONSE = "<think> {thought} </think> <action> {action} </action>"
+
+
+class Demonstrated(NamedTuple):
+    """One turn of a demonstration."""
+
+    obs: str
+    info: dict
+    thought: str
+    label: str  # the command that the demonstrator advises
+    executed: str  # the command that was executed, which is a random one in some turns
+
+
+def is_travel(command):
+    return command.startswith("go to ")
+
+
+class AlfWorldDemonstrator(Seeker, AlfWorld):
+    """ALFWorld with the house's demonstrator. It looks through the places in their order and says
+    nothing that cannot be told from what has been seen and done. Only where to look first it learns
+    from the game's walkthrough, so that a model learns where things usually are."""
+
+    def reset(self, task):
+        obs, info = super().reset(task)
+        names = [name.lower() for name in task.split("/")[1].split("-")]
+        self.goal, self.verb = [names[1], names[3]], verb_of(self.category)
+        self.offered = set(info["admissible"])
+        self.places = [c.removeprefix("go to ") for c in info["admissible"] if is_travel(c)]
+        travels = [c for c in self.walkthrough if is_travel(c)]
+        self.begin = travels[0].removeprefix("go to ") if travels else None
+        return obs, info
+
+    def step(self, action):
+        answer = super().step(action)
+        self.offered = set(answer[-1]["admissible"])
+        return answer
+
+    def advice(self, forgetful=False):
+        """As in the house, but several places may share a spot. Such a spot offers what lies on any
+        of them, and no command that leads to itself."""
+        thought, command = super().advice(forgetful)
+        obj = self.goal[0]
+        if thought == f"find {obj}" and not command.startswith("take "):
+            takes = [c for c in sorted(self.offered) if re.match(rf"take {obj} \d+ from ", c)]
+            takes = [c for c in takes if not self.stores(c.split(" from ")[1])]
+            command = takes[0] if takes else command
+        if is_travel(command) and command not in self.offered:
+            after = self.places.index(command.removeprefix("go to ")) + 1
+            ways = [f"go to {p}" for p in self.places[after:] + self.places]
+            command = next(way for way in ways if way in self.offered)
+        return thought, command
+
+    @property
+    def at(self):
+        travels = [c for c in self.played if is_travel(c)]
+        return travels[-1].removeprefix("go to ") if travels else None
+
+    @property
+    def holding(self):
+        last = next((c for c in reversed(self.played) if c.startswith(("take ", "move "))), "")
+        return last.removeprefix("take ").split(" from ")[0] if last.startswith("take ") else None
+
+    def closed(self, place):
+        return f"open {place}" in self.offered
+
+    def inside(self, place):
+        """What can be taken or used here; `place` is where the player stands."""
+        start, end = "take ", f" from {place}"
+        things = sorted(c.removeprefix(start).removesuffix(end) for c in self.offered
+                        if c.startswith(start) and c.endswith(end))
+        return things + [LAMP] if f"use {LAMP}" in self.offered else things
+
+    def treated(self, thing):
+        """Heating undoes cooling and the other way round, so that the last of the two counts."""
+        verbs = ("heat", "cool") if self.verb in ("heat", "cool") else (self.verb,)
+        starts = tuple(f"{verb} {thing} with " for verb in verbs)
+        done = [c for c in self.played if c.startswith(starts)]
+        return bool(done) and done[-1].startswith(self.verb)
+
+    def placed(self, any_state):
+        """How many of the goal's objects lie where they should be. Their state is not looked at,
+        because the game itself notices when it is won."""
+        lies, (obj, dest) = {}, self.goal
+        moves = [re.fullmatch(r"(take|move) (.+) (?:from|to) (.+)", c) for c in self.played
+                 if c.startswith(("take ", "move "))]
+        for verb, thing, place in (move.groups() for move in moves):
+            lies[thing] = place if verb == "move" else ""
+        return sum(type_of(t) == obj and type_of(p) == dest for t, p in lies.items())
+
+
+def demonstrate(env, task, seed, forget=0.0, noise=0.0):
+    """Plays an episode by env.advice -> its turns. `forget` is the share of episodes played by the
+    forgetful demonstrator, which end soon after its failure. `noise` is the share of turns in which
+    a random command is executed in place of the label, so that a model sees mistakes and the way
+    out of them. In the shop nothing is random, because a random click may buy."""
+    rng = random.Random(f"demonstration {seed} {task}")
+    forgetful, turns = rng.random() < forget, []
+    obs, info = env.reset(task)
+    while advice := env.advice(forgetful):
+        thought, label = advice
+        executed, idle = label, forgetful and [t.thought for t in turns[-2:]] == ["done", "done"]
+        if isinstance(env, Seeker) and rng.random() < noise:
+            executed = rng.choice(info["admissible"])
+        turns.append(Demonstrated(obs, info, thought, label, executed))
+        obs, _, terminated, truncated, info = env.step(executed)
+        if terminated or truncated or idle:
+            break
+    return turns
+
+
+@functools.cache
+def demonstrator(name, options):
+    """An environment with `advice`, made once in each process. options: a tuple of pairs."""
+    kind = AlfWorldDemonstrator if name == "alfworld" else envs.known(name)
+    return kind(**dict(options))
+
+
+def demonstrate_here(name, options, task, seed, forget, noise):
+    try:
+        return demonstrate(demonstrator(name, options), task, seed, forget, noise)
+    except Exception as error:  # of another class, because not every exception can be pickled
+        why = f"{type(error).__name__}: {error}"
+        raise envs.GameError(f"{name}: game {task} failed: {why}") from None
+
+
+def start_players(workers):
+    """-> the processes that demonstrations are played in. They are forked from a server without
+    threads, and leave Ctrl-C to this process."""
+    return concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("forkserver"), signal.signal,
+        (signal.SIGINT, signal.SIG_IGN))
+
+
+# --------------------------------------------------------------------------- learning from them
+
+
+def samples_of(lm, name, turns, context, history):
+    """A demonstration -> training samples [(ids, spans)]. In `window` every turn is a sample whose
+    response holds the label. In `full` the responses hold what was executed, because the
+    conversation goes on from there, and only those that follow the label are trained on."""
+    episode, samples, ids, spans = envs.known(name).episode(*turns[0][:2]), [], [], []
+    end = lm.chat.later("-")[0]  # the token that ends a turn
+    for n, turn in enumerate(turns):
+        if n > 0:
+            episode.took(turns[n - 1].executed, turn.obs, turn.info)
+        action = turn.label if context == "window" else turn.executed
+        text = RESPONSE.format(thought=turn.thought, action=action)
+        response = lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
+        ids = next_prompt(lm, episode, context, history, ids, float("inf"))[2]
+        span, ids = (len(ids), len(ids) + len(response)), ids + response
+        if context == "window":
+            samples.append((ids, [span]))
+        elif turn.executed == turn.label:
+            spans.append(span)
+    return samples if context == "window" else [(ids, spans)] if spans else []
+
+
+def demonstrations(lm, games, seed, context, config, flags, mapper=map):
+    """Demonstrations of the games as training samples. `mapper` may spread them over
+    processes."""
+    play = functools.partial(demonstrate_here, config.env, tuple(train.env_options(config).items()),
+                             seed=seed, forget=flags.forget, noise=flags.noise)
+    played = [turns for turns in mapper(play, games) if turns]
+    return [sample for turns in played
+            for sample in samples_of(lm, config.env, turns, context, config.history)]
+
+
+def imitation_loss(lm, batch, text_weight):
+    """The summed cross-entropy of the responses, and text_weight times that of all other text: a
+    model that has no language learns its commands sooner if it learns to predict what it reads."""
+    hidden = lm.body(batch.ids)
+    text = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.length[:, None]
+    weight = text_weight * text  # (B, T)
+    weight[batch.row, batch.col] = 1.0
+    b, t = weight[:, 1:].nonzero(as_tuple=True)
+    logp = restricted_log_softmax(lm.head(hidden[b, t]), lm.value_index)
+    return -(weight[b, t + 1] * logp.gather(1, batch.ids[b, t + 1][:, None])[:, 0]).sum()
+
+
+def draw_batch(stock, size, refill):
+    """Takes samples with `size` turns or a few more from the end of the stock, which is a list that
+    `refill` fills up and shuffles, so that neighbours come from different games."""
+    while sum(len(spans) for _, spans in stock) < 4 * size:
+        refill(stock)
+    batch = []
+    while sum(len(spans) for _, spans in batch) < size:
+        batch.append(stock.pop())
+    return batch
+
+
+def imitate(lm, pool, config, flags, mapper=map):
+    """Steps on demonstrations, until nearly all actions that the model samples in games it has not
+    seen are admissible, or flags.steps are done."""
+    optimizer = train.optimizer_for(lm.model, config)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
+    ids = envs.tasks(config.env, "train", **train.env_options(config))
+    probe = evaluation.spaced(ids, 64)  # ids are sorted by kind of task, so that all kinds occur
+    practice = sorted({*ids} - {*probe}) or ids
+    contexts = ("window", "full") if config.model == "tiny" else (config.context,)  # serves either
+    stocks, bar = {context: [] for context in contexts}, tqdm(range(flags.steps), desc="imitation")
+    for step in bar:
+        context = contexts[step % len(contexts)]
+
+        def refill(stock):
+            rng = np.random.default_rng([config.seed, step, len(stock), DEMONSTRATIONS])
+            games = [practice[i] for i in rng.choice(len(practice), 32)]
+            seed = config.seed, step
+            stock += demonstrations(lm, games, seed, context, config, flags, mapper)
+            rng.shuffle(stock)
+
+        batch = draw_batch(stocks[context], flags.batch, refill)
+        tokens = sum(end - start for _, spans in batch for start, end in spans)
+        micros = [make_batch(group).to(lm.device)
+                  for group in micro_batches(batch, config.tokens_per_micro_batch)]
+        train.take_step(lm.model, optimizer, micros, config, lambda micro: (
+            imitation_loss(lm, micro, flags.text_weight) / tokens, {}))
+        schedule.step()
+        if (step + 1) % 200 == 0:
+            shares = [admissible_share(lm, pool, probe, c, step, config) for c in contexts]
+            bar.set_postfix_str("admissible " + ", ".join(f"{share:.1%}" for share in shares))
+            if min(shares) >= flags.until:
+                break
+
+
+def admissible_share(lm, pool, games, context, step, config):
+    """The share of admissible actions among those that the model samples in `games`."""
+    sampler = train.sampler_for(lm, dataclasses.replace(config, context=context))
+    turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE), rows=config.rows,
+                    history=config.history)
+    return float(np.mean([turn.admissible for turn in turns]))
+
+
+# ------------------------------------------------------------------------------------- settings
+
+DEMONSTRATIONS, PROBE = 3, 4  # streams of random numbers, after train.py's
+FLAGS = {  # name: (type, default, help)
+    "steps": (train.Count, 5000, "optimizer steps, at most"),
+    "lr": (train.Positive, 1e-5, "the highest learning rate"),
+    "batch": (train.Size, 64, "turns a step"),
+    "text_weight": (train.Weight, 0.0, "weight of predicting what is read, beside what is said"),
+    "until": (train.Share, 0.98, "share of admissible actions, looked at every 200 steps, that "
+                                 "ends it"),
+    "forget": (train.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
+    "noise": (train.Share, 0.2, "share of turns in which a random command is executed")}
+TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
+TRAIN = """env model data goals out seed context engine rows compile dtype history horizon places
+objects max_new max_prompt max_context workers r_max tau_v value_tokens tokens_per_micro_batch
+checkpointing moments""".split()  # the flags of train.py that mean something here
+
+
+class Parser(argparse.ArgumentParser):
+    error = train.Parser.error  # one line without the usage
+
+
+def parse(argv=None):
+    """-> train.py's Config, and the flags of FLAGS. ValueError says what is wrong."""
+    parser = Parser(description="Imitation, before Algorithm 1.", allow_abbrev=False,
+                    epilog=f"It also takes these flags of train.py: --{' --'.join(TRAIN)}.")
+    for name, (kind, default, text) in FLAGS.items():
+        tiny = f"; tiny: {TINY[name]}" if name in TINY else ""
+        parser.add_argument(f"--{name}", type=kind, help=f"{text} [{default}{tiny}]")
+    flags, rest = parser.parse_known_args(argv)
+    given = {word[2:].split("=")[0] for word in rest if word.startswith("--")}
+    config = train.parse_config(rest)
+    if given - {*TRAIN}:
+        raise ValueError(f"--{min(given - {*TRAIN})} does nothing in an imitation")
+    if "out" not in given:
+        config = dataclasses.replace(config, out=f"runs/start-{config.env}-{config.seed}")
+    if train.launched() > 1:
+        raise ValueError("an imitation is one process: start it without torchrun")
+    if os.path.exists(config.out):  # before any work, because writing replaces what is there
+        raise ValueError(f"--out {config.out} exists already; name a new folder")
+    defaults = {name: default for name, (_, default, _) in FLAGS.items()}
+    defaults |= TINY if is_tiny(config.model) else {}
+    given = {name: x for name, x in vars(flags).items() if x is not None}
+    return config, argparse.Namespace(**defaults | given)
+
+
+def run(config, flags):
+    print(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less",
+          flush=True)
+    train.check_memory(dataclasses.replace(config, beta=0.0))  # there is no reference
+    lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed,
+              words=envs.words(), value_tokens=config.value_tokens, tau_v=config.tau_v,
+              r_max=config.r_max)
+    lm = train.fitted(lm, config)
+    pool = envs.Pool(config.env, train.env_options(config), config.workers)
+    players = start_players(config.workers) if config.workers else None
+    try:
+        imitate(lm, pool, config, flags, players.map if players else map)
+    finally:
+        pool.close()
+        if players:
+            players.shutdown(cancel_futures=True)
+    train.write_folder(config.out, lm.save)
+    print(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}")
+
+
+def main():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        run(*parse())
+    except torch.OutOfMemoryError as error:
+        sys.exit("imitate.py: out of memory; lower --tokens_per_micro_batch or --rows "
+                 f"({str(error).splitlines()[0]})")
+    except (ValueError, OSError, ImportError, envs.GameError,
+            concurrent.futures.BrokenExecutor) as error:
+        sys.exit(f"imitate.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; nothing was written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What lies below the six files: WebShop itself, TextWorld with shortcuts, the tiny model."""

@@ -1,0 +1,181 @@
+"""TextWorld, the engine of ALFWorld's games: starting it, and shortcuts for it.
+
+TextWorld parses the same grammar again and again, copies deeply what nobody changes, sorts the same
+facts for every query, and translates every game four times. `hurried` replaces those functions
+while a game is loaded or makes a step, and puts the originals back. The answers are the same, byte
+for byte, and a step is some twenty times faster. Only TextWorld 1.7.0 is touched. """
+import contextlib
+import copy
+import functools
+import gc
+import glob
+import json
+import os
+import sys
+
+
+def shallow(x):
+    """Instead of deepcopy: a grammar's symbols change only in their context, which is always
+    set just before it is used."""
+    return [copy.copy(y) for y in x] if isinstance(x, list) else copy.copy(x)
+
+
+def sorted_state(PddlState):
+    """A subclass that keeps a signature's facts in the order in which every query sorts them."""
+
+    class State(PddlState):
+        def __init__(self, *args):
+            self.ordered = {}
+            super().__init__(*args)
+
+        @property
+        def facts(self):
+            return [fact for some in self._facts.values() for fact in some]
+
+        def facts_with_signature(self, signature):
+            if signature not in self.ordered:
+                self.ordered[signature] = sorted(super().facts_with_signature(signature))
+            return self.ordered[signature]
+
+        def add_fact(self, fact):
+            self.ordered.pop(fact.signature, None)
+            super().add_fact(fact)
+
+        def remove_fact(self, fact):
+            self.ordered.pop(fact.signature, None)
+            super().remove_fact(fact)
+
+    return State
+
+
+@functools.cache
+def shortcuts():
+    """[(module or class, name, replacement)]. Empty for every version but 1.7.0, whose insides the
+    replacements were compared with."""
+    import textworld.version
+    if textworld.version.__version__ != "1.7.0":
+        return []
+    import fast_downward
+    from textworld.envs.pddl import logic, textgen
+    from textworld.logic import Rule
+
+    parse_grammar = functools.cache(textgen._parse_and_convert)
+    translate = fast_downward.pddl2sas
+
+    def parse(text, rule_name, trace=False):
+        return shallow(parse_grammar(text, rule_name=rule_name))
+
+    @functools.lru_cache(1)
+    def translate_once(domain, problem):
+        argv = sys.argv  # the translator leaves its own in place
+        try:
+            return translate(domain, problem)
+        finally:
+            sys.argv = argv
+
+    def pddl2sas(domain, problem, verbose=False, optimize=False):
+        return translate_once(domain, problem)  # optimizing serves a planner that is never asked
+
+    return [
+        (textgen, "deepcopy", shallow),  # safe only together with the next
+        (textgen, "_parse_and_convert", parse),
+        (Rule, "parse_conjunctive_query",
+         staticmethod(functools.cache(Rule.parse_conjunctive_query))),
+        (fast_downward, "pddl2sas", pddl2sas),
+        # load() and reset() build the same state, and this hands reset() the one that load() made.
+        # A reset() without a load() before it would therefore get a state that has been played.
+        (logic, "PddlState", functools.lru_cache(1)(sorted_state(logic.PddlState)))]
+
+
+@contextlib.contextmanager
+def hurried():
+    """TextWorld with its shortcuts, and without the garbage collector, which takes a third of a
+    translation's time. Afterwards everything is as it was."""
+    originals = [(where, name, vars(where)[name]) for where, name, _ in shortcuts()]
+    collecting = gc.isenabled()
+    try:
+        gc.disable()
+        for where, name, replacement in shortcuts():
+            setattr(where, name, replacement)
+        yield
+    finally:
+        for where, name, original in originals:
+            setattr(where, name, original)
+        if collecting:
+            gc.enable()
+
+
+def forget_facts(most=50_000):
+    """Empties TextWorld's memory of every fact of every game it has loaded, nearly a megabyte a
+    game. Facts are compared by value, so that games that are being played do not need it."""
+    if shortcuts():
+        from mementos.core import _memento_cache
+        if len(_memento_cache) > most:
+            _memento_cache.clear()
+
+
+def alfworld_root(data=None):
+    """The folder json_2.1.1 below `data`, $ALFWORLD_DATA, or where alfworld-download puts it."""
+    data = data or os.environ.get("ALFWORLD_DATA") or os.path.expanduser("~/.cache/alfworld")
+    root = os.path.join(data, "json_2.1.1")
+    if not os.path.isdir(root):
+        raise FileNotFoundError(
+            f"no ALFWorld games: {root} does not exist. `alfworld-download` fetches them, --data "
+            "(or the variable ALFWORLD_DATA) names the folder that holds json_2.1.1")
+    return root
+
+
+def game_folders(root, split):
+    """The sorted folders of a split's games, relative to `root`."""
+    if split not in ("train", "valid_seen", "valid_unseen"):
+        raise ValueError(f"alfworld has no split {split!r}; known: train, valid_seen, valid_unseen")
+    games = sorted(glob.glob(os.path.join(root, split, "*", "*", "game.tw-pddl")))
+    if not games:
+        raise FileNotFoundError(f"no games (*/*/game.tw-pddl) below {os.path.join(root, split)}; "
+                                "`alfworld-download` fetches them")
+    return [os.path.relpath(os.path.dirname(g), root).replace(os.sep, "/") for g in games]
+
+
+def starter(root):
+    """-> a function that starts the engine on a game's file. The packages are imported here,
+    because environments other than ALFWorld do without them."""
+    if not os.environ.get("ALFWORLD_DATA"):
+        os.environ["ALFWORLD_DATA"] = os.path.dirname(root)  # else alfworld makes its own folder
+    try:
+        import textworld
+        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+    except ImportError as error:
+        raise ImportError("--env alfworld needs the alfworld package (pip install alfworld): "
+                          f"{error}") from None
+    wanted = textworld.EnvInfos(won=True, admissible_commands=True)
+    return lambda path: textworld.start(path, wanted, wrappers=[AlfredDemangler])
+
+
+class Engine:
+    """Plays one game of ALFWorld after the other. A state has feedback, admissible_commands and
+    won. `stock` leaves TextWorld as it is."""
+
+    def __init__(self, stock=False):
+        self.game, self.stock = None, stock
+        self.speed = contextlib.nullcontext if stock else hurried
+
+    def load(self, root, folder):
+        """-> (the first state, the walkthrough) of the game in this folder below `root`."""
+        start, path = starter(root), os.path.join(root, folder, "game.tw-pddl")
+        if not os.path.isfile(path):
+            raise ValueError(f"alfworld: no game {path}")
+        if not self.stock:
+            forget_facts()
+        with self.speed():
+            if self.game is None:
+                self.game = start(path)
+            else:
+                self.game.load(path)
+            state = self.game.reset()
+        with open(path) as file:
+            return state, json.load(file)["walkthrough"]
+
+    def step(self, action):
+        with self.speed():
+            state, _, _ = self.game.step(action)
+        return state

@@ -1,0 +1,920 @@
+"""WebShop (princeton-nlp/WebShop 64fa2a5) in plain Python, without Java, Flask or conda.
+
+    shop = Shop("webshop")                     the folder of the original's data files
+    shop.enter(0)                              a new visit, with goal number 0
+    shop.observation(), shop.actions()         the page and the commands it offers
+    shop.act("search[red shoes]")              True if this command bought something
+    shop.score                                 the original's reward of the last command, 0 to 1
+    shop.expert()                              commands that score 1 from here, or None
+
+The file reads upwards from text to pages: how text becomes search terms, the catalogue and its
+index, the goals, the reward, and the shop. Lines that look odd repeat the original's oddities,
+because its scores are compared with ours; the README lists the deliberate departures.
+
+Nothing here knows of reinforcement learning. envs.WebShop makes an environment of a Shop.
+"""
+import contextlib
+import difflib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import mmap
+import os
+import random
+import re
+import shutil
+import warnings
+from array import array
+from collections import Counter
+
+import numpy as np
+from tqdm import tqdm
+
+STOPWORDS = set("""a an and are as at be but by for if in into is it no not of on or such that the
+their then there these they this to was will with""".split())
+COLORS = """alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze
+brown burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee
+cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold
+granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard
+light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard
+natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand
+sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger
+turquoise violet walnut wheat white wine yellow""".split()
+
+# ---------------------------------------------------------------------------------- text analysis
+
+@functools.cache
+def tokenizer():
+    """Lucene's StandardTokenizer: the word boundaries of Unicode's UAX #29. Of the pieces between
+    them it keeps those with a letter, a digit, an ideograph or a pictograph."""
+    import regex  # the standard library's re does not know these Unicode properties
+
+    marks = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*"  # these belong to the character before them
+
+    def wb(*names):
+        return "(?:[" + "".join(rf"\p{{WB={name}}}" for name in names) + f"]{marks})"
+
+    letter, digit, katakana = wb("ALetter", "Hebrew_Letter"), wb("Numeric"), wb("Katakana")
+    joiner = wb("ExtendNumLet")
+    in_word = wb("MidLetter", "MidNumLet", "Single_Quote")
+    in_number = wb("MidNum", "MidNumLet", "Single_Quote")
+    word = f"{letter}(?:{in_word}{letter})*"
+    number = f"{digit}(?:{in_number}{digit})*"
+    run = f"(?:(?:{word}|{number})+|{katakana}+)"
+    sign = (r"[[\p{Extended_Pictographic}\u2388\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2712"
+            r"\u2763-\u2767\U0001F000-\U0001FAFF]--\p{Regional_Indicator}]") + marks
+    alone = (rf"[\p{{Han}}\p{{Hiragana}}]{marks}|\p{{Regional_Indicator}}{{2}}{marks}"
+             rf"|{sign}(?:(?<=\u200d){sign})*")
+    return regex.compile(rf"{joiner}*{run}(?:{joiner}+{run})*{joiner}*|{alone}"
+                         r"|\p{Line_Break=Complex_Context}+", regex.V1)
+
+
+def suffix_table(pairs):
+    return dict(pair.split(":") for pair in pairs.split())
+
+
+# Porter's steps 2 to 4, as in Martin Porter's own later program: suffix -> its replacement.
+STEP_2 = suffix_table("""ational:ate tional:tion enci:ence anci:ance izer:ize bli:ble alli:al
+entli:ent eli:e ousli:ous ization:ize ation:ate ator:ate alism:al iveness:ive fulness:ful
+ousness:ous aliti:al iviti:ive biliti:ble logi:log""")
+STEP_3 = suffix_table("icate:ic ative: alize:al iciti:ic ical:ic ful: ness:")
+STEP_4 = suffix_table("""al: ance: ence: er: ic: able: ible: ant: ement: ment: ent: sion:s tion:t
+ou: ism: ate: iti: ous: ive: ize:""")
+STEPS = [(step, re.compile(f"^(.*?)({'|'.join(step)})$", re.S))
+         for step in (STEP_2, STEP_3, STEP_4)]
+CONSONANTS, VOWELS = "[^aeiou][^aeiouy]*", "[aeiouy][aeiou]*"  # a y after a consonant is a vowel
+MEASURE = re.compile(f"^(?:{CONSONANTS})?((?:{VOWELS}{CONSONANTS})*)(?:{VOWELS})?$", re.S)
+HAS_VOWEL = re.compile(f"^(?:{CONSONANTS})?[aeiouy]", re.S)
+SHORT = re.compile(f"^{CONSONANTS}[aeiouy][^aeiouwxy]$", re.S)
+
+
+def measure(stem):
+    """Porter's measure: the m in [C](VC)^m[V]."""
+    return len(re.findall(f"{VOWELS}{CONSONANTS}", MEASURE.match(stem)[1]))
+
+
+def without_plural(w):
+    if w.endswith(("sses", "ies")):
+        return w[:-2]
+    return w[:-1] if w.endswith("s") and not w.endswith("ss") else w
+
+
+def without_ed_and_ing(w):
+    if w.endswith("eed"):
+        return w[:-1] if measure(w[:-3]) else w
+    rest = w[:-2] if w.endswith("ed") else w[:-3]
+    if not w.endswith(("ed", "ing")) or not HAS_VOWEL.match(rest):
+        return w
+    if rest.endswith(("at", "bl", "iz")) or SHORT.match(rest):
+        return rest + "e"
+    return rest[:-1] if re.search(r"([^aeiouylsz])\1$", rest) else rest
+
+
+def without_suffixes(w):
+    """Steps 2 to 4. Step 4 measures a word with the letter that "sion" and "tion" leave behind."""
+    for step, ending in STEPS:
+        found = ending.match(w)
+        if found:
+            shorter = found[1] + step[found[2]]
+            if measure(shorter if step is STEP_4 else found[1]) >= (2 if step is STEP_4 else 1):
+                w = shorter
+    return w
+
+
+def without_last_e(w):
+    if w.endswith("e"):
+        m = measure(w[:-1])
+        if m > 1 or m == 1 and not SHORT.match(w[:-1]):
+            w = w[:-1]
+    return w[:-1] if w.endswith("ll") and measure(w) > 1 else w
+
+
+def stem(word):
+    """Porter's stemmer as Lucene has it."""
+    if len(word) < 3:
+        return word
+    w = "Y" + word[1:] if word[0] == "y" else word  # a y at the start is a consonant
+    w = without_ed_and_ing(without_plural(w))
+    if w.endswith("y") and HAS_VOWEL.match(w[:-1]):
+        w = w[:-1] + "i"
+    w = without_last_e(without_suffixes(w))
+    return "y" + w[1:] if word[0] == "y" else w
+
+
+@functools.lru_cache(1 << 18)
+def terms_between_blanks(text):
+    pieces = [match.group() for match in tokenizer().finditer(text)]
+    words = [w for piece in pieces for w in re.findall("(?s).{1,255}", piece)]  # Lucene's limit
+    words = [re.sub(r"['\u2019\uff07]s$", "", w) for w in words]
+    return [stem(w) for w in words if w not in STOPWORDS]
+
+
+def terms(text):
+    """Text -> the terms that are indexed and searched: Lucene's English analyzer. No word has a
+    blank inside, so that the cache works on the pieces between blanks, most of which repeat."""
+    return [term for piece in text.lower().split() for term in terms_between_blanks(piece)]
+
+
+def keys_of(texts):
+    """A 64-bit hash of each text: an index of a million terms then needs no dictionary."""
+    digests = [hashlib.blake2b(t.encode("utf-8", "replace"), digest_size=8).digest() for t in texts]
+    return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+
+
+def rounded_length(n):
+    """A document's length as Lucene keeps it in a byte: exact below 40, then to four bits."""
+    if n < 40:
+        return n
+    shift = (n - 24).bit_length() - 4
+    return 24 + ((n - 24) >> shift << shift)
+
+
+# ------------------------------------------------------------------------------- reading the files
+
+WHERE_DATA_IS = (
+    "the README says where WebShop's catalogue is to be had; --data (or the variable WEBSHOP_DATA) "
+    "names the folder that holds items_shuffle.json, items_ins_v2.json and items_human_ins.json, "
+    "or the first two as items_shuffle_1000.json and items_ins_v2_1000.json")
+
+
+def webshop_root(data=None):
+    """The folder of the catalogue: `data`, or $WEBSHOP_DATA."""
+    data = data or os.environ.get("WEBSHOP_DATA")
+    if not data:
+        raise FileNotFoundError(f"webshop: no catalogue; {WHERE_DATA_IS}")
+    return data
+
+
+def data_files(data):
+    """The paths of products, attributes, human goals and (optional) nouns: the whole catalogue's if
+    it is there, else those of its first thousand products."""
+    for size in ("", "_1000"):
+        names = [f"items_shuffle{size}.json", f"items_ins_v2{size}.json", "items_human_ins.json"]
+        files = [os.path.join(data, name) for name in names]
+        if os.path.isfile(files[0]):
+            break
+    for path in files:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"webshop: {path} does not exist; {WHERE_DATA_IS}")
+    return files + [os.path.join(data, "title_nouns.json")]
+
+
+def decoded(path, read, *args):
+    """read(*args), with the file's name in the error if its bytes are no text or no JSON."""
+    try:
+        return read(*args)
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error}") from None
+
+
+def json_items(path, chunk=1 << 22):
+    """The elements of a JSON array, one at a time: the whole catalogue has five gigabytes."""
+    decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
+    bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, delay=2, mininterval=1,
+               desc=f"indexing {os.path.basename(path)}")
+    with open(path, encoding="utf-8") as file, bar:
+        text, at = decoded(path, file.read, chunk).lstrip(), 1
+        if text[:1] != "[":
+            raise ValueError(f"{path} is no JSON array of products")
+        while True:
+            bar.update(file.buffer.tell() - bar.n)
+            at = between.match(text, at).end()
+            if text[at:at + 1] == "]":
+                return
+            try:
+                item, at = decode(text, at)
+            except json.JSONDecodeError as error:  # it is broken, or goes on in the next chunk
+                more = decoded(path, file.read, chunk)
+                if not more or len(text) - at > 16 * max(chunk, 1 << 20):
+                    raise ValueError(f"{path} is broken: {error}") from None
+                text, at = text[at:] + more, 0
+                continue
+            yield item
+
+
+def json_object(path):
+    with open(path, encoding="utf-8") as file:
+        found = decoded(path, json.load, file)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object of products")
+    return found
+
+
+def make_product(item, about, human, nouns):
+    """What the index keeps of a product, from its entries in the four files."""
+    bullets = item["small_description"]
+    bullets = bullets if isinstance(bullets, list) else [bullets]
+    prices = re.findall(r"\$([^$]*)", item.get("pricing") or "")[:2]
+    prices = [float(re.sub(r"[^\d.]", "", price)) for price in prices] or [100.0]
+    attributes = about.get("attributes", ["DUMMY_ATTR"])
+    texts = [item[k] for k in ("asin", "name", "full_description", "category", "query")]
+    texts += [item["product_category"], *bullets, *attributes]
+    if not all(isinstance(text, str) for text in texts) or not item["asin"].isascii() \
+            or not all(map(math.isfinite, prices)):
+        raise ValueError("a text is none, or a price no number")
+    options = {name.lower(): [v["value"].strip().replace("/", " | ").lower() for v in values]
+               for name, values in (item["customization_options"] or {}).items()
+               if values is not None}
+    synthetic = about.get("instruction")
+    return {
+        "asin": item["asin"], "title": item["name"], "description": item["full_description"],
+        "bullets": bullets, "prices": prices, "options": options, "attributes": attributes,
+        "category": item["category"], "query": item["query"].lower().strip(),
+        "product_category": item["product_category"], "nouns": nouns,
+        "synthetic": None if synthetic is None else [synthetic, about["instruction_attributes"]],
+        "human": [[h["instruction"], h["instruction_attributes"], h["instruction_options"]]
+                  for h in human if h["instruction_attributes"]]}
+
+
+def document(product):
+    """The text of a product that is searched."""
+    options = ", and ".join(f"{name}: {', '.join(values)}"
+                            for name, values in product["options"].items())
+    first_bullet = (product["bullets"] or [""])[0]
+    return " ".join([product["title"], product["description"], first_bullet, options])
+
+
+# ----------------------------------------------------------------------------------- the catalogue
+
+class Catalogue:
+    """WebShop's products and the index of their terms. It is made once from the files of a folder,
+    kept below ~/.cache/sapo ($XDG_CACHE_HOME), and mapped into memory, so that processes share it.
+
+    product(n)    a product as make_product has it
+    search(text)  the numbers of the best products for a query
+    N products:   asins; low, high: prices, high is NaN if there is one price only; synthetic,
+                  human: how many goals, -1 if there is no instruction; categories, queries:
+                  hashes; rank: the place in the order of asins; places (N + 1): offsets in
+                  products.jsonl; filled: how many products have a term
+    M terms:      keys: hashes, sorted; first (M + 1); term i occurs in the products
+                  docs[first[i]:first[i + 1]], with the weights of the same places"""
+
+    ARRAYS = ("asins low high synthetic human categories queries places keys first docs weights "
+              "filled rank").split()
+
+    def __init__(self, data):
+        self.files = data_files(data)
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        self.folder = os.path.join(cache, "sapo", f"webshop-{self.fingerprint()}")
+        if not os.path.isdir(self.folder):
+            os.makedirs(os.path.dirname(self.folder), exist_ok=True)
+            with open(f"{self.folder}.lock", "w") as lock:  # one process builds, the others wait
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.isdir(self.folder):
+                    self.build(f"{self.folder}.new")
+        self.map_files()
+        # These caches end with the catalogue.
+        self.product = functools.lru_cache(1 << 13)(self.product)
+        self.search = functools.lru_cache(1 << 12)(self.search)
+
+    def __len__(self):
+        return len(self.asins)
+
+    def fingerprint(self):
+        """Changes with the files, and with the version of what is kept."""
+        version = 2
+        stamps = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
+                  for path in self.files if os.path.isfile(path)]
+        return hashlib.sha256(json.dumps([version, stamps]).encode()).hexdigest()[:16]
+
+    def map_files(self):
+        try:
+            for name in self.ARRAYS:
+                mapped = np.load(f"{self.folder}/{name}.npy", mmap_mode="r")
+                setattr(self, name, np.asarray(mapped))
+            with open(f"{self.folder}/products.jsonl", "rb") as file:
+                self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"webshop: {self.folder} is damaged, delete it: {error}") from None
+
+    def product(self, n):
+        return json.loads(self.text[self.places[n]:self.places[n + 1]])
+
+    def search(self, query, k=50):
+        """The `k` best products for a query: Lucene's BM25 with k1 = 0.9 and b = 0.4, in its
+        precision. Ties stand in the order of their asins."""
+        count = Counter(terms(query))
+        scores, one = np.zeros(len(self)), np.float32(1)
+        for key, times in zip(keys_of(count), count.values()):
+            i = np.searchsorted(self.keys, key)
+            if i < len(self.keys) and self.keys[i] == key:
+                span = slice(self.first[i], self.first[i + 1])
+                n = span.stop - span.start
+                rarity = np.float32(math.log(1 + (self.filled - n + 0.5) / (n + 0.5)))
+                idf = np.float32(times) * rarity
+                scores[self.docs[span]] += idf - idf / (one + self.weights[span])
+        scores = scores.astype(np.float32)
+        hits = np.flatnonzero(scores)
+        if len(hits) > k:
+            hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
+        return hits[np.lexsort((self.rank[hits], -scores[hits]))][:k].tolist()
+
+    # ---- building the index
+    def records(self):
+        """The products of the files with their terms, each asin once."""
+        about, human, nouns = (json_object(path) if os.path.isfile(path) else {}
+                               for path in self.files[1:])
+        seen = {"nan"}
+        for n, item in enumerate(json_items(self.files[0])):
+            try:
+                asin = item["asin"]
+                if len(asin) > 10 or asin in seen:
+                    continue
+                product = make_product(item, about.get(asin, {}), human.get(asin, []),
+                                       nouns.get(asin))
+                count = Counter(terms(document(product)))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"{self.files[0]}: product {n}, or what the other files say of it, is not as "
+                    f"WebShop's are ({type(error).__name__}: {error})") from None
+            seen.add(asin)
+            yield product, count
+        if len(seen) == 1:
+            raise ValueError(f"{self.files[0]} holds no product")
+
+    def build(self, folder):
+        """Builds in `folder` and renames it, so that an index appears whole or not at all."""
+        shutil.rmtree(folder, ignore_errors=True)  # a killed build may have left one
+        os.mkdir(folder)
+        try:
+            for name, values in self.index(f"{folder}/products.jsonl").items():
+                np.save(f"{folder}/{name}.npy", values)
+            os.rename(folder, self.folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def index(self, path):
+        """Writes the products to `path` and returns the arrays."""
+        facts, places, number = [], [0], {}
+        words, docs, times, lengths = array("I"), array("I"), array("H"), array("I")
+        with open(path, "wb") as file:
+            for n, (product, count) in enumerate(self.records()):
+                facts.append(product_facts(product))
+                words.extend(number.setdefault(word, len(number)) for word in count)
+                docs.extend([n] * len(count))
+                times.extend(min(times, 65535) for times in count.values())
+                lengths.append(count.total())
+                file.write(json.dumps(product).encode() + b"\n")
+                places.append(file.tell())
+        names = "asins", "low", "high", "synthetic", "human", "categories", "queries"
+        arrays = dict(zip(names, map(np.array, zip(*facts))))
+        rank = np.empty(len(places) - 1, np.uint32)
+        rank[np.argsort(arrays["asins"], kind="stable")] = np.arange(len(rank))
+        lengths = np.frombuffer(lengths, np.uint32)
+        return arrays | postings(number, words, docs, times, lengths) | {
+            "places": np.array(places), "rank": rank, "filled": np.array((lengths > 0).sum())}
+
+
+def product_facts(product):
+    """A product's row in the arrays of the catalogue."""
+    goals = math.prod(map(len, product["options"].values())) if product["synthetic"] else -1
+    low, high = (product["prices"] + [math.nan])[:2]
+    category, query = keys_of([product["category"], product["query"]])
+    return product["asin"].encode(), low, high, goals, len(product["human"]), category, query
+
+
+def postings(number, words, docs, times, lengths):
+    """Word number words[i] occurs times[i] times in product docs[i] -> the index by term. A weight
+    is BM25's tf / (k1 (1 - b + b length / mean))."""
+    one, k1, b = np.float32(1), np.float32(0.9), np.float32(0.4)
+    mean = np.float32(lengths.sum() / max(1, (lengths > 0).sum()))
+    kept = np.array([rounded_length(int(n)) for n in lengths], np.float32)
+    inverse = one / (k1 * ((one - b) + b * kept / mean)) if mean else kept
+    words, docs = np.frombuffer(words, np.uint32), np.frombuffer(docs, np.uint32)
+    times = np.frombuffer(times, np.uint16).astype(np.float32)
+    keys = keys_of(number)
+    order = np.argsort(keys)
+    place = np.empty(len(order), np.uint32)
+    place[order] = np.arange(len(order))
+    words = place[words]  # terms in the order of their keys, so that bisection finds them
+    by_term = np.argsort(words, kind="stable")
+    first = np.concatenate([[0], np.cumsum(np.bincount(words, minlength=len(order)))])
+    return {"keys": keys[order], "first": first, "docs": docs[by_term],
+            "weights": times[by_term] * inverse[docs[by_term]]}
+
+
+# --------------------------------------------------------------------------------------- the goals
+
+ANY_PRICE = 1000000
+OUR_SPLITS = {"test": (0,), "valid": (1,), "train": range(2, 10)}  # which tenths of the products
+ORIGINAL_SPLITS = {"test_500": slice(0, 500), "eval_1000": slice(500, 1500),
+                   "train_rest": slice(1500, None)}
+
+
+class Goals:
+    """What the shopper is asked for: the original's goals in the original's order, and the prices
+    that are drawn with them.
+
+    goals[i] -> {text, asin, options, attributes, price_upper, title, query, category,
+    product_category, nouns}"""
+
+    def __init__(self, catalogue, source="synthetic", seed=0):
+        if source not in ("synthetic", "human"):
+            raise ValueError(f"webshop: unknown goals {source!r}; known: synthetic, human")
+        if not isinstance(seed, int):
+            raise ValueError(f"webshop: the goals' seed must be a whole number, got {seed!r}")
+        self.catalogue, self.source = catalogue, source
+        drawn = self.stored(f"{catalogue.folder}/goals-{source}-{seed}.npz", random.Random(seed))
+        self.prices, self.products = drawn["prices"], drawn["products"]
+        self.parts, self.caps = drawn["parts"], drawn["caps"]
+        if not len(self):
+            raise ValueError(f"webshop: none of the products has {source} goals; there are "
+                             "synthetic and human ones")
+
+    def __len__(self):
+        return len(self.products)
+
+    def stored(self, path, rng):
+        """The goals of a file, which is written at the first call."""
+        if os.path.isfile(path):
+            with np.load(path) as stored:
+                return dict(stored)
+        drawn = self.draw(rng)
+        with contextlib.suppress(OSError):  # without the right to write, every start draws them
+            np.savez(f"{path}.{os.getpid()}.npz", **drawn)
+            os.replace(f"{path}.{os.getpid()}.npz", path)
+        return drawn
+
+    def draw(self, rng):
+        """Prices, then price caps, from one stream of random numbers in the order of the products;
+        then the original's shuffle with its own seed."""
+        low, high = self.catalogue.low, self.catalogue.high
+        prices = np.array(low)
+        for n in np.flatnonzero(~np.isnan(high)):
+            prices[n] = rng.uniform(float(low[n]), float(high[n]))
+        products, parts, caps = array("q"), array("q"), array("d")
+        for product, part, cap in self.draw_caps(prices, rng):
+            products.append(product)
+            parts.append(part)
+            caps.append(cap)
+        order = list(range(len(products)))
+        random.Random(233).shuffle(order)
+        return {"prices": prices, "products": np.array(products)[order],
+                "parts": np.array(parts)[order], "caps": np.array(caps)[order]}
+
+    def draw_caps(self, prices, rng):
+        """Yields (product, part, price cap) of every goal. All option combinations of a product
+        share a cap, which is drawn even if there is no combination; each human goal has its own."""
+        human, many = self.source == "human", getattr(self.catalogue, self.source)
+        for n in np.flatnonzero(many >= 0):
+            least = int(prices[n] // 10) + 1
+            above = [10.0 * i for i in range(least, min(least + 4, 100))]  # all are below 1000
+            for part in range(many[n] if human else max(many[n], 1)):
+                if part == 0 or human:
+                    cap = max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
+                if part < many[n]:
+                    yield n, part, cap
+
+    def __getitem__(self, i):
+        product = self.catalogue.product(int(self.products[i]))
+        part, cap = int(self.parts[i]), float(self.caps[i])
+        if self.source == "human":
+            text, attributes, options = product["human"][part]
+            text = text.strip(".")
+        else:
+            text, attributes = product["synthetic"]
+            options = self.combination(product["options"], part)
+            if options:
+                text += " with " + ", and ".join(f"{k}: {v}" for k, v in options.items())
+        if cap < ANY_PRICE:
+            text += f", and price lower than {cap:.2f} dollars"
+        same = "asin", "title", "query", "category", "product_category", "nouns"
+        return {k: product[k] for k in same} | {
+            "text": text, "attributes": attributes, "options": options, "price_upper": cap}
+
+    @staticmethod
+    def combination(options, part):
+        """Number `part` of all combinations of the options, in the order of their names. The last
+        name's value changes first."""
+        out = {}
+        for name in sorted(options, reverse=True):
+            part, choice = divmod(part, len(options[name]))
+            out[name] = options[name][choice]
+        return dict(sorted(out.items()))
+
+    def split(self, split):
+        """The numbers of a split's goals. train, valid and test share no product; the original's
+        test_500, eval_1000 and train_rest do."""
+        if split in ORIGINAL_SPLITS:
+            numbers = list(range(len(self)))[ORIGINAL_SPLITS[split]]
+        elif split in OUR_SPLITS:
+            tenth = {n: hashlib.sha256(bytes(self.catalogue.asins[n])).digest()[0] % 10
+                     for n in np.unique(self.products)}
+            numbers = [i for i, n in enumerate(self.products) if tenth[n] in OUR_SPLITS[split]]
+        else:
+            known = ", ".join([*OUR_SPLITS, *ORIGINAL_SPLITS])
+            raise ValueError(f"webshop has no split {split!r}; known: {known}")
+        if not numbers:
+            raise ValueError(f"webshop: no {self.source} goal falls into the split {split!r} of "
+                             "this catalogue")
+        return numbers
+
+
+# All shops of a process share their catalogue and goals.
+catalogue_of, goals_of = functools.cache(Catalogue), functools.cache(Goals)
+
+# -------------------------------------------------------------------------------------- the reward
+
+@functools.lru_cache(1 << 16)
+def token_set_ratio(a, b):
+    """thefuzz 0.19's likeness of two strings, 0 to 100, by the sets of their words."""
+    plain = [re.sub(r"\W", " ", re.sub(r"[\x80-\xff]", "", s)).lower().split() for s in (a, b)]
+    if not all(plain):
+        return 0
+    one, two = map(set, plain)
+    both = sorted(one & two)
+    texts = [" ".join(both + sorted(rest)) for rest in (set(), one - two, two - one)]
+    pairs = (texts[0], texts[1]), (texts[0], texts[2]), (texts[1], texts[2])
+    return max(round(100 * difflib.SequenceMatcher(None, x, y).ratio()) for x, y in pairs)
+
+
+def first_color(option):
+    """An option with a colour's name anywhere in it ("standard" holds "tan") counts as that colour,
+    a pair (name, value) if one of the two is a colour."""
+    return next((color for color in COLORS if color in option), option)
+
+
+@functools.cache
+def spacy_model():
+    for name in ("en_core_web_sm", "en_core_web_lg"):
+        if importlib.util.find_spec(name):
+            import spacy
+            return spacy.load(name, disable=["ner", "lemmatizer"])
+
+
+@functools.lru_cache(1 << 13)
+def spacy_nouns(title):
+    """The nouns of a title by spaCy's model, or None if none is installed."""
+    if spacy_model() is None:
+        return None
+    return [token.text.lower() for token in spacy_model()(title) if token.pos_ in ("NOUN", "PROPN")]
+
+
+@functools.cache
+def warn_of_nouns():
+    warnings.warn(
+        "webshop: neither a spaCy model (python -m spacy download en_core_web_sm) nor "
+        "title_nouns.json beside the catalogue: every word of a title that is not a stopword "
+        "counts as a noun, which changes the type's reward of about one product in eleven",
+        stacklevel=2)
+
+
+def nouns_of(product):
+    """The nouns of title_nouns.json, which do not depend on what is installed; else those of
+    spaCy's model; else a guess, with a warning."""
+    known = product["nouns"]
+    if known is None:
+        known = spacy_nouns(product["title"])
+    if known is None:
+        warn_of_nouns()
+        words = re.findall(r"[a-z]+", product["title"].lower())
+        known = [word for word in words if word not in STOPWORDS]
+    return known
+
+
+def type_reward(product, goal):
+    """1, 0.5, 0.1 or 0: how much a product is the kind of thing that was asked for."""
+    bought, wanted = nouns_of(product), nouns_of(goal)
+    title = len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
+    if title < 0.1:
+        return 0.1 if title else 0.0
+    path, other = ({part.strip() for part in x["product_category"].split("\u203a")}
+                   for x in (product, goal))
+    similar = product["query"] == goal["query"] or len(path & other) >= 2 or title > 0.2
+    return 1.0 if similar else 0.5
+
+
+def attribute_matches(product, goal):
+    """How many of the goal's attributes the product has, as such or in its text."""
+    texts = [product["title"], " ".join(product["bullets"]), product["description"]]
+    texts = [text.lower() for text in texts]
+    return sum(any(token_set_ratio(has, wanted) > 85 for has in product["attributes"])
+               or any(wanted in text for text in texts) for wanted in goal["attributes"])
+
+
+def option_matches(options, goal):
+    """How many of the goal's options were chosen."""
+    wanted = goal["options"].items() if isinstance(goal["options"], dict) else goal["options"]
+    chosen = [first_color(value) for value in options.values()]
+    return sum(any(token_set_ratio(has, str(first_color(option))) > 85 for has in chosen)
+               for option in wanted)
+
+
+def purchase_score(product, price, options, goal):
+    """The original's reward, 0 to 1. `options`: what was chosen, {name: value}."""
+    got = attribute_matches(product, goal) + option_matches(options, goal)
+    got += price <= goal["price_upper"]
+    share = got / (len(goal["attributes"]) + len(goal["options"]) + 1)
+    return float(share * type_reward(product, goal))
+
+
+# --------------------------------------------------------------------------------------- the pages
+
+PER_PAGE = 10
+SUBPAGES = ("description", "features", "reviews")
+BACK, PREV, NEXT = ("Back to Search", "button"), ("< Prev", "button"), ("Next >", "button")
+ITEM_BUTTONS = [(text, "button") for text in ("Description", "Features", "Reviews", "Buy Now")]
+RESERVED = {"search", "back to search", "< prev", "buy now", *SUBPAGES}  # no options
+INDENT = {"label": "  ", "link": "\n", "button": ""}
+
+
+def shop_command(action):
+    """-> (name, argument in lower case), or (None, None) for what the shop does not understand. The
+    match is greedy, so that "search[a[b]" is no search."""
+    found = re.match(r"(.+)\[(.+)\]", action)
+    return (found[1], found[2].lower()) if found else (None, None)
+
+
+def plain(*texts):
+    """Nodes that cannot be clicked."""
+    return [(text, "") for text in texts]
+
+
+def price_tag(product):
+    return " to ".join(f"${price}" for price in product["prices"])
+
+
+def as_html_shows(text):
+    """A text of blanks only: HTML drops it if it has a line break, and else shows one blank."""
+    if text.strip(" \t\n\f\r"):
+        return text
+    return " " if text and "\n" not in text else ""
+
+
+def without_brackets(text):
+    return " ".join(re.sub(r"[][]", " ", text).split())
+
+
+class Shop:
+    """One visit at a time. `mode` is the original's: `text`, or `text_rich`, which marks what can
+    be clicked and what has been.
+
+    page: search, results, item, one of SUBPAGES or done. On results: keywords, page_number, hits
+    (all products found), on_page (those shown). On an item: item (its number), options {name:
+    value}. visited: the products looked at since the last return to the search page."""
+
+    def __init__(self, data=None, goals="synthetic", seed=0, mode="text"):
+        if mode not in ("text", "text_rich"):
+            raise ValueError(f"webshop: unknown mode {mode!r}; known: text, text_rich")
+        self.catalogue = catalogue_of(webshop_root(data))
+        self.goals, self.mode = goals_of(self.catalogue, goals, seed), mode
+        nouns_of(self.catalogue.product(0))  # a missing table of nouns is then reported at once
+
+    def enter(self, number):
+        """Starts a visit with the goal of that number."""
+        if not 0 <= number < len(self.goals):
+            raise ValueError(f"webshop: no goal {number}; there are {len(self.goals)}, from 0")
+        self.goal, self.target = self.goals[number], int(self.goals.products[number])
+        self.score, self.rng = 0.0, random.Random(number)
+        self.go_home()
+
+    def act(self, command):
+        """Carries out a command -> whether it bought. What the page lacks changes nothing."""
+        self.score = 0.0
+        name, argument = shop_command(command)
+        if name == "search":
+            self.look_up(argument.split(" "), 1)
+        elif name == "click" and argument != "search" and argument in self.clickables():
+            self.click(argument)
+            return argument == "buy now"
+        return False
+
+    # ---- what can be done
+    def go_home(self):
+        self.page, self.keywords, self.page_number = "search", [], 1
+        self.item, self.options, self.visited = None, {}, set()
+
+    def look_up(self, keywords, number):
+        """Opens page `number` of a search's results."""
+        self.page, self.keywords, self.page_number = "results", keywords, number
+        self.item, self.options = None, {}
+        self.hits = self.find(keywords)
+        self.on_page = self.hits[PER_PAGE * (number - 1):PER_PAGE * number]
+
+    def find(self, keywords):
+        """Products for a query, best first. The original's special first words are kept: <r> draws
+        fifty, <c> names a category, <q> a product's own query."""
+        first, *rest = keywords
+        if first == "<r>":
+            return self.rng.sample(range(len(self.catalogue)), min(50, len(self.catalogue)))
+        if first == "<c>":
+            key = keys_of([rest[0].strip() if rest else ""])
+            return np.flatnonzero(self.catalogue.categories == key).tolist()
+        if first == "<q>":
+            key = keys_of([" ".join(rest).strip()])
+            return np.flatnonzero(self.catalogue.queries == key).tolist()
+        return self.catalogue.search(" ".join(keywords))
+
+    def click(self, x):
+        """Follows a link, presses a button or chooses an option; `x` is one of the clickables."""
+        if x == "buy now":
+            self.buy()
+        elif x == "back to search":
+            self.go_home()
+        elif self.page == "results":
+            self.click_on_results(x)
+        elif x == "< prev" and self.page == "item":
+            self.look_up(self.keywords, self.page_number)
+        elif x in SUBPAGES and self.page == "item":
+            self.page = x
+        else:  # an option, or "< prev" on a sub-page, which leads back to the product
+            if x != "< prev":
+                self.options[self.option_names(self.item)[x]] = x
+            self.page = "item"
+
+    def click_on_results(self, x):
+        if x in ("next >", "< prev"):
+            self.look_up(self.keywords, self.page_number + (1 if x == "next >" else -1))
+        else:
+            asins = [self.catalogue.product(n)["asin"].lower() for n in self.on_page]
+            self.page, self.item = "item", self.on_page[asins.index(x)]
+            self.visited.add(self.item)
+
+    def buy(self):
+        product, price = self.catalogue.product(self.item), self.goals.prices[self.item]
+        self.page = "done"
+        self.score = self.paid = purchase_score(product, price, self.options, self.goal)
+
+    def option_names(self, item):
+        """{option value: its option's name}; if two options share a value, the last one has it."""
+        options = self.catalogue.product(item)["options"]
+        return {value: name for name, values in options.items() for value in values}
+
+    def clickables(self):
+        """Buttons, links and options, in this order; options are in lower case already."""
+        nodes = self.nodes()
+        buttons, links, labels = ([text for text, role in nodes if role == wanted]
+                                  for wanted in ("button", "link", "label"))
+        return list(dict.fromkeys([text.lower() for text in buttons + links] + labels))
+
+    def actions(self):
+        clicks = [f"click[{x}]" for x in self.clickables()]
+        return ["search[<your query>]"] + clicks if self.page == "search" else clicks
+
+    # ---- what can be seen
+    def nodes(self):
+        """The page's pieces of text in their order: (text, role). The role is button, link, label
+        (an option's value) or empty."""
+        if self.page == "search":
+            return plain("WebShop", "Instruction: ", self.goal["text"]) + [("Search", "button")]
+        if self.page == "done":
+            return self.receipt(self.catalogue.product(self.item))
+        top = plain("Instruction:", self.goal["text"]) + [BACK]
+        if self.page == "results":
+            return top + self.results()
+        product = self.catalogue.product(self.item)
+        if self.page == "item":
+            return top + [PREV] + self.item_details(product)
+        texts = {"description": [product["description"]],
+                 "features": [f" {bullet}" for bullet in product["bullets"]], "reviews": []}
+        return top + [PREV] + plain(*texts[self.page])
+
+    def results(self):
+        out = plain(f"Page {self.page_number} (Total results: {len(self.hits)})")
+        out += [PREV, NEXT] if self.page_number > 1 else [NEXT]
+        for product in map(self.catalogue.product, self.on_page):
+            out += [(product["asin"], "link")] + plain(product["title"], price_tag(product))
+        return out
+
+    def item_details(self, product):
+        out = []
+        for name, values in product["options"].items():
+            out += plain(name) + [(value, "label") for value in values]
+        out += plain(product["title"], f"Price: {price_tag(product)}", "Rating: N.A.")
+        return out + ITEM_BUTTONS
+
+    def receipt(self, product):
+        options = json.dumps(self.options, sort_keys=True)
+        for c in "<>&'":  # as Flask's JSON filter writes them
+            options = options.replace(c, f"\\u{ord(c):04x}")
+        return plain(
+            "Thank you for shopping with us!", "Your code: ", "None",
+            " (Paste it in your MTurk interface.)", "Purchased", "asin", product["asin"], "options",
+            options, "attrs", "None", "category", "None", "query", "None", "product category",
+            "None", "Target", "asin", "options", "attrs", "price upper", "instuction text",
+            "category", "product category", "query", "Goal ", "None", "Reward",
+            "Your score (min 0.0, max 1.0)", str(self.paid), "Reward Details ", "None")
+
+    def observation(self):
+        nodes = [(shown, role) for text, role in self.nodes() if (shown := as_html_shows(text))]
+        if self.mode == "text":
+            return " [SEP] ".join(text.strip() for text, _ in nodes)
+        return self.rich_text(nodes)
+
+    def rich_text(self, nodes):
+        # An option counts as chosen if the page's address, query included, has it in quotes.
+        address = f"{'+'.join(self.keywords)}/{self.page_number}/{json.dumps(self.options)}"
+        visited = {self.catalogue.product(n)["asin"] for n in self.visited}
+        chosen, out = "", ""
+        for text, role in nodes:
+            clicked = role == "link" and text in visited
+            if role == "label" and f'"{text}"' in address:
+                clicked, chosen = True, f"You have clicked {text}.\n" + chosen
+            mark = "clicked button" if clicked else "button"
+            out += f"{INDENT[role]}[{mark}] {text} [{mark}_]\n" if role else f"{text}\n"
+        return chosen + out
+
+    # ---- the expert
+    def expert(self):
+        """What is left to do to buy the goal's product from here, or None if that does not score 1:
+        one synthetic goal in fifteen cannot be reached by exactly what it asks for."""
+        product, options = self.catalogue.product(self.target), self.choices()
+        price = self.goals.prices[self.target]
+        if self.page == "done" or purchase_score(product, price, options, self.goal) < 1:
+            return None
+        chosen = {}
+        if self.item == self.target:
+            way, chosen = ["click[< prev]"] if self.page in SUBPAGES else [], self.options
+        else:
+            way = self.way_to(product)
+        if way is None:
+            return None
+        clicks = [f"click[{value}]" for name, value in options.items() if chosen.get(name) != value]
+        return way + clicks + ["click[buy now]"]
+
+    def choices(self):
+        """{option: value} of the goal's product: what is asked for, or is most like it."""
+        wanted, out = self.goal["options"], {}
+        for option in wanted.items() if isinstance(wanted, dict) else wanted:
+            word = option if isinstance(option, str) else option[1]
+
+            def likeness(value):
+                ratio = token_set_ratio(first_color(value), str(first_color(option)))
+                return value == word, ratio
+
+            free = {value: name for value, name in self.option_names(self.target).items()
+                    if name not in out and value not in RESERVED
+                    and shop_command(f"click[{value}]") == ("click", value)}
+            best = max(free, key=likeness, default=None)
+            if best is not None and likeness(best) > (False, 85):
+                out[free[best]] = best
+        return out
+
+    def way_to(self, product):
+        """Commands from any page to the goal's product: through the results on the screen, or by
+        the first query that finds it soonest. None if no query does."""
+        link = [f"click[{product['asin'].lower()}]"]
+        if self.page == "results" and self.keywords[0] != "<r>" \
+                and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
+            pages = self.hits.index(self.target) // PER_PAGE + 1 - self.page_number
+            return ["click[next >]"] * pages + link
+        found = []  # (pages to turn, number of the query)
+        queries = self.queries(product)
+        for n, query in enumerate(queries):
+            hits = self.find(query.split(" "))
+            if self.target in hits:
+                found.append((hits.index(self.target) // PER_PAGE, n))
+        if not found:
+            return None
+        pages, n = min(found)
+        return [f"search[{queries[n]}]"] + ["click[next >]"] * pages + link
+
+    def queries(self, product):
+        """What the expert would search for. Brackets are left out, because commands use them."""
+        text = self.goal["text"].split(", and price lower than ")[0]
+        queries = [text, text.split(" with ")[0], product["query"], product["title"],
+                   document(product)[:500]]
+        return [query for query in map(without_brackets, queries) if query]
