@@ -50,8 +50,7 @@ def restricted_log_softmax(logits, value_ids):
 
 
 def entropy(logp, value_ids):
-    """Entropy in nats of restricted log-probs, (..., V) -> (...). The reserved words add 0, where
-    0 * -inf would be NaN."""
+    """Entropy in nats of restricted log-probs, (..., V) -> (...), in which 0 * -inf counts 0."""
     value_ids = torch.as_tensor(value_ids, device=logp.device)
     return -(logp.exp() * logp.index_fill(-1, value_ids, 0.0)).sum(-1)
 
@@ -93,8 +92,7 @@ def make_batch(samples):
 
 
 def micro_batches(samples, budget):
-    """[(ids, ...)] -> lists of samples of like length, shortest first, of at most `budget` tokens
-    with their padding, or of one sample."""
+    """[(ids, ...)] -> lists of like length, shortest first, of at most `budget` padded tokens."""
     groups = []
     for sample in sorted(samples, key=lambda s: len(s[0])):
         if not groups or (len(groups[-1]) + 1) * len(sample[0]) > budget:
@@ -105,9 +103,8 @@ def micro_batches(samples, budget):
 
 # ------------------------------------------------------------------------------- actor and critic
 
-# Under a name of its own, transformers builds no mask for this attention, which is causal without
-# one. For "sdpa" it would look at the positions first, which makes a GPU wait, and when compiled it
-# would build a mask even where none is needed, which rules out flash attention.
+# transformers builds no mask for a name it does not know; this attention is causal without one. For
+# "sdpa" it would wait for the GPU to see positions, and compiled, a mask would rule out flash.
 AttentionInterface.register("causal", sdpa_attention_forward)
 
 
@@ -129,16 +126,14 @@ def all_full(body):
 
 
 def runnable(body, compile):
-    """The body of a model, or its compiled form, which serves batches of every shape. To compile
-    it, all layers must attend to all that came before, else ValueError."""
+    """A model's body, or its compiled form, which takes every shape and wants full attention."""
     if compile and not all_full(body):
         raise ValueError(f"--compile needs full attention; {type(body).__name__} has other layers")
     return torch.compile(body, dynamic=True) if compile else body
 
 
 def token_scores(hidden, token, head, value_ids):
-    """Hidden states (M, D), the tokens (M,) that followed them, the head -> the tokens' log-probs
-    (M,) and the policy's entropy (M,)."""
+    """Hidden states (M, D), the tokens (M,) that followed -> their log-probs, the entropy, (M,)."""
     logp = restricted_log_softmax(head(hidden).float(), value_ids)  # (M, V)
     return logp.gather(1, token[:, None])[:, 0], entropy(logp, value_ids)
 
@@ -227,12 +222,11 @@ class Chat:
     MARK = "@response@"
 
     def __init__(self, tokenizer):
-        if not tokenizer.chat_template:
-            raise ValueError("this model has no chat template; choose an instruct model (its "
-                             "tokenizer_config.json or chat_template.jinja holds the template)")
         self.tokenizer = tokenizer
-        if self.MARK not in self.written("-", self.MARK, "-"):
-            raise ValueError("the chat template changes or drops what the assistant has said")
+        if not tokenizer.chat_template or self.MARK not in self.written("-", self.MARK, "-"):
+            raise ValueError("this model has no chat template that keeps what the assistant says; "
+                             "choose an instruct model (tokenizer_config.json or "
+                             "chat_template.jinja in its folder holds the template)")
 
     def written(self, *contents):
         """The user's and the assistant's messages in turn, as text up to the next response."""
@@ -261,8 +255,7 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        # past nn.Module, which would register the body twice
-        self.__dict__["run"] = runnable(self.body, lm.compile)
+        self.__dict__["run"] = runnable(self.body, lm.compile)  # not a second submodule
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
@@ -297,10 +290,9 @@ def pretrained(name, dtype):
     own = json_in(name, "tokenizer_config.json").get("tokenizer_class")
     complete = own in ("TokenizersBackend", "PreTrainedTokenizerFast")
     try:
-        tokenizer = PreTrainedTokenizerFast if complete else AutoTokenizer
-        return AutoModelForCausalLM.from_pretrained(
-            hub_id(name), dtype=dtype, attn_implementation="sdpa"), tokenizer.from_pretrained(
-            hub_id(name))
+        path, tokenizer = hub_id(name), PreTrainedTokenizerFast if complete else AutoTokenizer
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        return model, tokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal "
@@ -315,10 +307,9 @@ def is_tiny(name):
 
 def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32,
          seed=0, words=()):
-    """-> ActorCritic on `device` (default: a GPU where there is one). `name` is "tiny" (random
-    weights from `seed`, a vocabulary from `words`: phrases and nouns), a folder, a hub id or a bare
-    name. tau_v and r_max default to what the folder was trained with, else 1 and 10. ValueError
-    says what is wrong."""
+    """-> ActorCritic on `device` (default: a GPU, if any). `name` is a folder, hub id, bare name or
+    "tiny" (random weights from `seed`, a vocabulary from `words`: phrases and nouns). tau_v and
+    r_max default to those the folder was trained with, else 1 and 10. ValueError: what is wrong."""
     if name == "tiny":
         from worlds.tiny import tiny
         model, tokenizer = tiny(*words, seed=seed)
@@ -377,13 +368,12 @@ def named_value_ids(tokenizer, names, taken, rows=float("inf")):
     words = tokenizer.get_vocab()
     ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in names)
     for name, i in zip(names, ids):
-        if not 0 <= i < rows:
-            raise ValueError(f"--value_tokens: the tokenizer has no token {name!r}, and the head "
-                             f"has {rows} rows")
-        if i in taken or i in tokenizer.added_tokens_decoder and name in tokenizer.chat_template:
-            raise ValueError(f"--value_tokens: {name!r} is a stop token or in the chat template")
-    if len(set(ids)) != 2:
-        raise ValueError("--value_tokens needs two different tokens")
+        used = i in tokenizer.added_tokens_decoder and name in tokenizer.chat_template
+        why = (f"is no token, nor one of the head's {rows} rows" if not 0 <= i < rows else
+               "is a stop token or in the chat template" if i in taken or used else
+               "is there twice: two different tokens are needed" if len(set(ids)) != 2 else "")
+        if why:
+            raise ValueError(f"--value_tokens: {name!r} {why}")
     return ids
 
 
@@ -423,7 +413,7 @@ def main():
     try:
         lm = load(parser.parse_args().model, words=envs.words())
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
-        mean, spread, saturated = readout_at_start(lm, [prompt])
+        difference, _, saturated = readout_at_start(lm, [prompt])
     except ValueError as error:
         sys.exit(f"model.py: {error}")
     text = "<think> find apple </think> <action> go to fridge 1 </action>"
@@ -431,8 +421,7 @@ def main():
     sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
     with torch.no_grad():
         logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
-    print(f"w+, w- = {lm.value_ids} of {len(lm.head.weight)} words; their logits differ by "
-          f"{mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated\n"
+    print(f"w+, w- = {lm.value_ids}: logits {difference:.3f} apart, {saturated:.0%} saturated\n"
           f"one turn of {len(logp)} tokens, log-prob {logp.sum():.2f}: V = "
           f"{lm.r_max * p_v.item():.3f} before it, Q = {lm.r_max * p_q.item():.3f} after it")
 

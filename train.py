@@ -211,11 +211,6 @@ def turn_level_targets(played, v, q, config):
                    y_v / config.r_max, y_q / config.r_max)
 
 
-def at(ref, tokens):
-    """The reference's log-probs of some tokens; None without a reference."""
-    return None if ref is None else ref[tokens]
-
-
 class Learner:
     """SAPO: what is trained, and how. The other methods differ from it in `targets` and `loss`."""
 
@@ -238,10 +233,10 @@ class Learner:
         """The joint forward (line 6) and Eq. 12 on a micro-batch -> (loss, info)."""
         c, m, n = self.config, micro.tokens, micro.turns
         return sapo_loss(
-            *self.lm.score(micro.batch), logp_old=old.logp[m], logp_ref=at(ref, m),
-            adv=targets.adv[m], p_v_old=old.p_v[n], p_q_old=old.p_q[n], y_v=targets.y_v[n],
-            y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip_v, clip_q=c.clip_q, c_v=c.c_v, c_q=c.c_q,
-            beta=c.beta, c_h=c.c_h, tokens=tokens, turns=turns)
+            *self.lm.score(micro.batch), logp_old=old.logp[m], adv=targets.adv[m],
+            logp_ref=None if ref is None else ref[m], p_v_old=old.p_v[n], p_q_old=old.p_q[n],
+            y_v=targets.y_v[n], y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip_v, clip_q=c.clip_q,
+            c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=tokens, turns=turns)
 
     def step(self, mini, old, ref, targets, iteration):
         """Lines 6 and 7: one optimizer step on a mini-batch -> its numbers."""
@@ -1067,8 +1062,8 @@ class Rival(Learner):
     def loss(self, micro, old, ref, targets, tokens, turns):
         c, logp, h = self.config, *self.lm.score(micro.batch)[:2]
         return actor_loss(logp, h, logp_old=old.logp[micro.tokens], adv=targets.adv[micro.tokens],
-                          logp_ref=at(ref, micro.tokens), clip=c.clip, beta=c.beta, c_h=c.c_h,
-                          tokens=tokens)
+                          logp_ref=None if ref is None else ref[micro.tokens], clip=c.clip,
+                          beta=c.beta, c_h=c.c_h, tokens=tokens)
 
 
 class Grouped(Rival):
