@@ -405,15 +405,16 @@ MAY_CHANGE = {"iterations", "save_every", "workers", "data", "log", "out", "resu
 class Parser(argparse.ArgumentParser):
     """Every field of Config is a flag, and its comment there is the help."""
 
-    def __init__(self, **options):
-        super().__init__(description="SAPO, Algorithm 1.", allow_abbrev=False, **options)
+    def __init__(self):
+        super().__init__(description="SAPO, Algorithm 1.", allow_abbrev=False,
+                         argument_default=argparse.SUPPRESS)
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
         kinds = {bool: {"action": "store_true"}, tuple: {"nargs": 2, "metavar": ("A", "B")}}
         for f in dataclasses.fields(Config):
             values = [] if f.default is None or f.type is bool else [str(f.default)]
             values += [f"{name}: {its[f.name]}" for name, its in PRESETS.items() if f.name in its]
             text = comments[f.name] + (f" [{'; '.join(values)}]" if values else "")
-            self.add_argument(f"--{f.name}", default=f.default, help=text.replace("%", "%%"),
+            self.add_argument(f"--{f.name}", help=text.replace("%", "%%"),
                               **kinds.get(f.type, {"type": f.type}))
 
     def error(self, message):
@@ -423,20 +424,19 @@ class Parser(argparse.ArgumentParser):
 def parse_config(argv=None):
     """Flags -> Config. A flag beats what a resumed run has stored, which beats the presets, which
     beat the defaults. Everything that a run uses ends up in Config, and in config.json."""
-    parser = Parser()
-    given = parser.parse_args(argv)
-    out = os.path.normpath(given.out or default_out(given))
-    stored = read_json(f"{out}/config.json") if given.resume else {}
-    stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
-    alone = vars(given) == vars(parser.parse_args([])) | {"resume": True, "out": given.out}
-    if alone and not os.path.isdir(out):  # a job script may pass --resume at the first start too
-        raise ValueError(f"--resume: there is no run in {out}")
-    given = argparse.Namespace(**vars(given) | stored)
-    for name, applies in (("webshop", given.env == "webshop"), ("tiny", is_tiny(given.model))):
-        if applies:
-            parser.set_defaults(**PRESETS[name])
-    parser.set_defaults(**stored)
-    config = with_defaults(Config(**vars(parser.parse_args(argv)) | {"out": out}))
+    given, stored = vars(Parser().parse_args(argv)), {}
+    asked = Config(**given)
+    out = os.path.normpath(asked.out or default_out(asked))
+    if asked.resume:
+        if given.keys() <= {"resume", "out"} and not os.path.isdir(out):
+            raise ValueError(f"--resume: there is no run in {out}")  # a first start has more flags
+        stored = read_json(f"{out}/config.json")
+        stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
+        asked = Config(**stored | given)
+    presets = {name: PRESETS[name] for name, applies in (
+        ("webshop", asked.env == "webshop"), ("tiny", is_tiny(asked.model))) if applies}
+    settings = [*presets.values(), stored, given, {"out": out}]  # the later beats the earlier
+    config = with_defaults(Config(**{k: v for its in settings for k, v in its.items()}))
     other = [f"--{k} is {v} there" for k, v in stored.items()
              if k not in MAY_CHANGE and getattr(config, k) != v]
     if other:
@@ -864,11 +864,8 @@ def say(*words):
 
 def versions():
     """What a run was made with: git commit, packages, hardware."""
-    try:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE,
-                             capture_output=True, text=True).stdout.strip()
-    except OSError:
-        git = ""  # no git on this machine
+    git = subprocess.run("git describe --always --dirty", cwd=HERE, shell=True,
+                         capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     return {"git": git or "unknown", "versions": {
