@@ -689,9 +689,9 @@ class Pool:
         pool.gather(keys)           their answers in the order of keys: (obs, info) or step()'s five
         pool.drop(key)              gives up an unfinished game
 
-    A worker that dies is replaced, as are those that owe answers when none has come from any for
-    STUCK_AFTER seconds, and their games are replayed unnoticed by the caller. A GameError names a
-    game that fails, or kills its worker four times."""
+    A worker that dies is replaced. When none has answered for STUCK_AFTER seconds, all that owe an
+    answer are replaced too. Their games are replayed, which the caller does not notice. A GameError
+    names a game that fails, or that kills its worker four times."""
 
     STUCK_AFTER = 1800  # the first worker in a large shop spends minutes on its index
     UNANSWERED = 16  # answers a worker may owe: with both pipes full, both sides would hang

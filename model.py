@@ -140,7 +140,7 @@ def token_scores(hidden, token, head, value_ids):
 
 class Scores(NamedTuple):
     logp: torch.Tensor  # (M,) log-probs of the response tokens, Eq. 3, at temperature 1
-    entropy: torch.Tensor  # (M,) of the policy that chose them, in nats
+    entropy: torch.Tensor  # (M,) of this model's policy where they stand, in nats
     p_v: torch.Tensor  # (N,) readouts before the responses, Eq. 1: V = R_max p_v
     p_q: torch.Tensor  # (N,) readouts after them: Q = R_max p_q
 
@@ -188,8 +188,8 @@ class ActorCritic:
     def score(self, batch):
         """One forward pass -> Scores.
 
-        Logits are made of response positions alone, a chunk of them at a time, and made again in
-        the backward pass, so that memory does not grow with the batch."""
+        Logits are made of response positions alone, a chunk at a time. Where there are several,
+        they are made again in the backward pass, so that only one chunk's logits exist."""
         hidden = self.body(batch.ids)
         before = hidden[batch.row, batch.col - 1]  # (M, D): this position predicts the token
         chunks = zip(before.split(self.chunk), batch.ids[batch.row, batch.col].split(self.chunk))
@@ -368,7 +368,8 @@ def named_value_ids(tokenizer, names, taken, rows=float("inf")):
     words = tokenizer.get_vocab()
     ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in names)
     for name, i in zip(names, ids):
-        used = i in tokenizer.added_tokens_decoder and name in tokenizer.chat_template
+        special = tokenizer.added_tokens_decoder.get(i)
+        used = special and special.content in tokenizer.chat_template
         why = (f"is no token, nor one of the head's {rows} rows" if not 0 <= i < rows else
                "is a stop token or in the chat template" if i in taken or used else
                "is there twice: two different tokens are needed" if len(set(ids)) != 2 else "")
@@ -397,11 +398,10 @@ def readout_at_start(lm, prompts):
     diff = -lm.value_logits(torch.cat(ends)).diff()[:, 0]
     saturated = (diff.abs() > lm.tau_v).float().mean().item()
     if saturated > 0.5:
-        words = lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
         raise ValueError(f"{saturated:.0%} of the value readouts start saturated: the logits of "
-                         f"{words} differ by {diff.mean():.2f} +- {diff.std():.2f}, and Eq. 1 has "
-                         f"no gradient beyond tau_v = {lm.tau_v:g}. Choose two other tokens with "
-                         f"--value_tokens A B, or raise --tau_v above {2 * diff.abs().mean():.1f}")
+                         f"{lm.value_ids} differ by {diff.mean():.2f} +- {diff.std():.2f}, and "
+                         f"Eq. 1 has no gradient beyond tau_v = {lm.tau_v:g}. Choose two others "
+                         f"with --value_tokens A B, or --tau_v above {2 * diff.abs().mean():.1f}")
     return diff.mean().item(), diff.std().item(), saturated
 
 

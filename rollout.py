@@ -282,8 +282,8 @@ class Sampler:
 
     @torch.no_grad()
     def difference(self):
-        """Four tokens by the engine (one alone, two after it, one decoded) beside the model's own
-        cache -> the norms of the hidden states' difference and of the hidden states."""
+        """Runs four tokens through the engine (one alone, two after it, one decoded) and through
+        the model -> the norms of the hidden states' difference and of the hidden states."""
         ids = at = torch.arange(4, device=self.lm.device)[None]
         row = at[0, :1]  # the row 0
         theirs = self.lm.model.base_model(input_ids=ids, use_cache=True)
@@ -505,7 +505,7 @@ class Turn:
     v: float  # V and Q at the rollout, in units of return
     q: float
     reward: float
-    done: bool  # the episode ended after this turn, by the environment or at the horizon
+    done: bool  # the episode ended after this turn
     truncated: bool  # it ended at the horizon, or because the next prompt did not fit
     invalid: bool  # the response could not be parsed
     admissible: bool  # the game offered the action; in the shop, any search is admissible
@@ -545,8 +545,8 @@ AHEAD = 16  # games loaded ahead of their turn
 
 
 def play(traj, task, sampler, pool, seed, history, turns):
-    """One trajectory, as a coroutine. It yields "game" or "model", whichever it has asked and whose
-    answer it wants to be sent next, and None when it is over. Its turns are added to `turns`."""
+    """One trajectory, as a coroutine. It asks the game or the model, yields "game" or "model" to
+    say which, and is sent the answer; it yields None when it is over. It adds to `turns`."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
 
     pool.start(traj, task)

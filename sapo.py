@@ -15,9 +15,9 @@ Equations are numbered as LaTeX numbers them in the paper. `# SAPO:` marks what 
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p.
-A loss divides its sum by `denom`: with the global count of tokens or turns there, micro-batches and
-ranks add up (gradients are summed over ranks, not averaged), as do an `info`'s numbers but `*_max`.
-Log-probs and readouts are float32. Departures from the paper: none.
+A loss is a sum over `denom`: with the global count of tokens or turns there, the losses of micro-
+batches and ranks add up to the whole (sum gradients over ranks, do not average), as do the numbers
+of an `info`, but *_max. Log-probs and readouts are float32. Departures from the paper: none.
     python sapo.py       works one small trajectory by hand. Copy the file: it needs torch alone.
 """
 import math
@@ -81,12 +81,12 @@ def episode_returns(traj, reward):
 
 @torch.no_grad()
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
-    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std.
+    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. One turn, or
+    equal ones, give 0 up to rounding, never NaN.
 
     invalid (N,)  turns whose action could not be parsed; they are charged c_inv first
     valid (N,)    turns that enter mean and std (None: all); the others get 0
-    group         the torch.distributed process group whose ranks share mean and std (None: no
-                  reduction). One turn, or equal ones, give 0 up to rounding, never NaN."""
+    group         torch.distributed process group whose ranks share them (None: no reduction)"""
     counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
     charged = torch.where(counts > 0, charged, 0.0)
@@ -190,8 +190,8 @@ def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, p_v_old, p_q_
 
     On tokens, (M,) or (B, T): logp and entropy of the current model, logp_old of the policy that
     played, logp_ref of the reference (None where beta is 0), adv and mask. On turns, (N,): readouts
-    p_v, p_q now and p_v_old, p_q_old then, and targets y_v, y_q over R_max, of which `valid` ones
-    count. `tokens` and `turns` are the mini-batch's denominators; default: what is here."""
+    p_v, p_q now and p_v_old, p_q_old then, targets y_v, y_q over R_max, and which are `valid`.
+    `tokens` and `turns` are the mini-batch's denominators; default: what is here."""
     loss, info = actor_loss(logp, entropy, logp_old=logp_old, logp_ref=logp_ref, adv=adv, mask=mask,
                             clip=clip, beta=beta, c_h=c_h, tokens=tokens)
     loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
@@ -276,8 +276,8 @@ def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
     steps count more, and a step is paid for leading to a confident one.
 
     entropy (N,) is the mean over a turn's tokens, scaled here to H in [0, 1] over the batch. With
-    H' of the next turn, if any, x = adv exp(-k H) / mean exp(-k H) + zeta exp(-k_f H') -> x - mean
-    x."""
+    x = adv exp(-k H) / mean(exp(-k H)) + zeta exp(-k_f H'), where H' is the next turn's (none: 0),
+    the result is x - mean(x)."""
     if not len(adv):
         return adv.clone()
     h = entropy.double()

@@ -7,8 +7,9 @@
 
 `train` is the loop, `Config` every setting, each of them a flag. Whatever is computed over a batch
 (advantage statistics, loss denominators, gradients, metrics) is global over the ranks, so that one
-rank and many compute the same. The methods SAPO is compared with stand last. Departure from the
-paper: an iteration's turns are cut into mini-batches, with an optimizer step on each.
+rank and many compute the same. The methods SAPO is compared with stand last. Departures from the
+paper: an iteration's turns are cut into mini-batches, with an optimizer step on each; the learning
+rate of the tiny model, which has imitated first, rises and falls.
 """
 import argparse
 import contextlib
@@ -61,7 +62,8 @@ def train(lm, pool, config, log):
             sampler, [games[i] for i in mine], pool, trajs=mine, rows=config.rows,
             seed=(config.seed, iteration, ROLLOUT), history=config.history)
         clock.lap("rollout")
-        pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()])
+        if iteration + 1 < config.iterations:
+            pool.load(pick_tasks(ids, config, iteration + 1)[rank()::world()])
         played, batches = pack(turns, config, iteration, lm.device)
         old, sampler_off = score_old(lm, played, batches, config)  # line 3
         clock.lap("old")
@@ -143,7 +145,7 @@ def pack(turns, config, iteration, device):
     sizes = sorted(gather([(key, len(sample[2])) for key, sample in mine.items()]))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(sizes))
     total = sum(n for _, n in sizes)
-    parts = max(1, -(-total // config.mini_batch))  # a last, small one would be a step of noise
+    parts = max(1, -(-total // config.mini_batch))  # equal ones: a small last step is noisy
     plan, filled = [[] for _ in range(parts)], 0
     for key, n in (sizes[i] for i in order):
         plan[min(parts - 1, filled * parts // max(1, total))].append(key)
@@ -212,14 +214,15 @@ def turn_level_targets(played, v, q, config):
 
 
 class Learner:
-    """SAPO: what is trained, and how. The other methods differ from it in `targets` and `loss`."""
+    """SAPO: what is trained, and how. The other methods differ from it in `targets` and `loss`,
+    and with a separate critic in `step`."""
 
     def __init__(self, lm, config):
         self.lm, self.config, self.clock = lm, config, Clock()
         if config.beta:
             self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
         self.optimizer = optimizer_for(lm.model, config)
-        self.steps = 0  # taken so far
+        self.steps = 0  # tried so far
         self.failed = 0  # how many of the latest steps in a row were not finite
 
     def targets(self, played, batches, old):
@@ -330,10 +333,10 @@ Precision, Algo = one_of("float32", "bfloat16"), one_of(*evaluation.NAMES)
 
 @dataclass(frozen=True)
 class Config:
-    """The paper's setting where it is known, its framework's (verl-agent's) where it is silent."""
+    """The paper's settings where it gives them, else its framework's (verl-agent's), else ours."""
 
     env: str = "house"  # house, alfworld or webshop
-    model: str = "tiny"  # tiny, a hub id, a bare name such as Qwen2.5-1.5B-Instruct, or a folder
+    model: str = "tiny"  # results/tiny-*, a hub id, a name such as Qwen2.5-1.5B-Instruct, a folder
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: its catalogue's
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO]-SEED
@@ -422,15 +425,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(argv=None):
-    """Flags -> Config. A flag beats what a resumed run has stored, which beats the presets, which
-    beat the defaults. Everything that a run uses ends up in Config, and in config.json."""
+    """Flags -> Config. A flag beats the presets, which beat the defaults; a resumed run has its own
+    settings and refuses other flags but MAY_CHANGE. All of it is written to config.json."""
     given, stored = vars(Parser().parse_args(argv)), {}
     asked = Config(**given)
     out = os.path.normpath(asked.out or default_out(asked))
     if asked.resume:
-        if given.keys() <= {"resume", "out"} and not os.path.isdir(out):
-            raise ValueError(f"--resume: there is no run in {out}")  # a first start has more flags
         stored = read_json(f"{out}/config.json")
+        if given.keys() <= {"resume", "out"} and "algo" not in stored:
+            raise ValueError(f"--resume: there is no run in {out}")  # a first start has more flags
         stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
         asked = Config(**stored | given)
     presets = {name: PRESETS[name] for name, applies in (
@@ -477,7 +480,8 @@ def check(config):
             (c.max_context and c.max_context <= c.max_new, f"--max_context {c.max_context} leaves "
              f"no room for a prompt beside a response of --max_new {c.max_new}"),
             (c.tasks % c.group, f"--tasks {c.tasks} is no multiple of --group {c.group}"),
-            (c.group == 1 and learner is Grouped, f"--group 1 does nothing with --algo {c.algo}"),
+            (c.group == 1 and learner is Grouped, f"--algo {c.algo} compares the trajectories of "
+             "a task: --group 1 is too few"),
             (c.algo == "empg" and c.old == "rollout", "--algo empg needs the entropies of the pass "
              "that --old rollout saves"),
             (c.shard and launched() == 1, "--shard spreads the optimizer's state over several "
@@ -765,16 +769,18 @@ def summary(iteration, turns, targets, steps, cost, categories):
     success, score, success_by_category   of the iteration's episodes, sampled at temperature 1
     valid_actions, admissible_actions     shares of turns: with both pairs of tags; with a command
                                           that the game offered
-    truncated, outgrown                   shares of episodes: cut at the horizon; prompt too long
+    truncated, outgrown                   shares of episodes: cut short; because no prompt fit
     loss, loss_policy, loss_v, loss_q     Eq. 12, 9, 11; ..._critic are a separate critic's
-    kl, kl_max, entropy                   to the start, in nats a token; its tail is heavy
+    kl, kl_max                            mean and largest KL of a token to the start, in nats
+    entropy                               of the policy, in nats a token
     ratio_max, *clip_fraction             of Eq. 8; shares that Eq. 9 and 10 hold back
     v_saturated, q_saturated              shares of readouts where Eq. 1 has no gradient
     v_explained_variance, q_...           of the discounted return (PPO: of the whole return)
     grad_norm, skipped                    before clipping; steps that were not finite
     sampler_off                           mean |log-prob of the sampler - of the scoring pass|
-    time_*                                seconds: rollout (of which env is the wait for games),
-                                          old and ref (line 3), update (lines 4 to 7)
+    time_*                                seconds on rank 0: rollout (env: its wait for games), old
+                                          and ref (line 3), update; a separate critic's values and
+                                          critic
     """
     v, q, returns = (torch.tensor(gather(x.tolist()))
                      for x in (targets.v, targets.q, targets.returns))
@@ -921,8 +927,8 @@ def prepare(config):
         name = f"{HERE}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
         if not os.path.isdir(name):
             raise ValueError(f"{name} is missing; tools/imitate.py makes such a start")
-    if os.path.realpath(name).startswith(os.path.realpath(config.out) + os.sep):
-        raise ValueError(f"--model {name} lies in the run's own folder; give another --out")
+    if (os.path.realpath(name) + os.sep).startswith(os.path.realpath(config.out) + os.sep):
+        raise ValueError(f"--model {name} is or lies in the run's own folder; give another --out")
     check_memory(config)
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
@@ -958,8 +964,8 @@ def begin_folder(config):
         say(f"{config.out}: {f'goes on after {done} iterations' if done else 'begins anew'}")
         with contextlib.suppress(OSError), open(path) as file:
             lines = file.readlines()[:done]
-        before = read_json(f"{config.out}/config.json").get("git")
-        commits = dict.fromkeys(filter(None, [before, made_with["git"]]))
+        before = read_json(f"{config.out}/config.json").get("git", made_with["git"])
+        commits = dict.fromkeys([*before.split(", "), made_with["git"]])
         made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
     elif os.path.exists(path):
         aside = next(name for n in range(1, 10 ** 6)
@@ -1106,7 +1112,7 @@ class SeparateCritic(Rival):
 
     def __init__(self, lm, config):
         super().__init__(lm, config)
-        self.critic = Critic(lm)
+        self.critic, self.critic_failed = Critic(lm), 0
         self.critic_optimizer = optimizer_for(self.critic, config)
 
     def values(self, micro):
@@ -1139,6 +1145,8 @@ class SeparateCritic(Rival):
                               targets.value_target[part], clip=self.config.clip_v, denom=count)
 
         out = take_step(self.critic, self.critic_optimizer, mini, self.config, regression)
+        self.critic_failed = self.critic_failed + 1 if out["skipped"] else 0
+        self.failed = max(self.failed, self.critic_failed)
         self.clock.lap("critic")
         return info | {f"{k}_critic": out[k] for k in ("loss", "grad_norm", "skipped")}
 
