@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
                           PreTrainedTokenizerFast)
@@ -82,13 +83,12 @@ def make_batch(samples):
     turns = [(b, *span) for b, (_, spans) in enumerate(samples) for span in spans]
     if any(not 0 < start < end <= len(samples[b][0]) for b, start, end in turns):
         raise ValueError("a turn needs context before it and a response in it")
-    ids = torch.zeros(len(samples), max(len(ids) for ids, _ in samples), dtype=torch.long)
-    for b, (tokens, _) in enumerate(samples):
-        ids[b, :len(tokens)] = torch.tensor(tokens)
-    chosen = [(b, t, n) for n, (b, start, end) in enumerate(turns) for t in range(start, end)]
-    columns = [x for table in (chosen, turns)
-               for x in torch.tensor(table, dtype=torch.long).reshape(-1, 3).unbind(1)]
-    return Batch(ids, torch.tensor([len(ids) for ids, _ in samples]), *columns)
+    ids = [torch.tensor(ids, dtype=torch.long) for ids, _ in samples]
+    seq, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
+    turn_of = torch.arange(len(turns)).repeat_interleave(end - start)
+    col = torch.arange(len(turn_of)) + (end - (end - start).cumsum(0))[turn_of]
+    return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
+                 seq[turn_of], col, turn_of, seq, start, end)
 
 
 def micro_batches(samples, budget):

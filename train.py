@@ -167,7 +167,8 @@ def flatten(turns, device):
     def column(values, dtype=torch.float32):
         return torch.tensor(list(values), dtype=dtype, device=device)
 
-    turn_of = column((n for n, t in enumerate(turns) for _ in t.action_ids), torch.long)
+    lengths = torch.tensor([len(t.action_ids) for t in turns], dtype=torch.long)
+    turn_of = torch.arange(len(turns)).repeat_interleave(lengths).to(device)
     return Played(turns, *(column((getattr(t, name) for t in turns), torch.long)
                            for name in ("traj", "turn")),
                   *(column(getattr(t, name) for t in turns)
@@ -1149,7 +1150,6 @@ class SeparateCritic(Rival):
         self.failed = max(self.failed, self.critic_failed)
         self.clock.lap("critic")
         return info | {f"{k}_critic": out[k] for k in ("loss", "grad_norm", "skipped")}
-
 
     def free_gradients(self):
         super().free_gradients()
