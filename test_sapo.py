@@ -48,6 +48,8 @@ from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
+from worlds import machine
+from worlds.test_machine import checkpoints
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
 from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
 
@@ -1882,9 +1884,8 @@ class Case(NamedTuple):
 def case_of(lm, turns, config):
     """Lines 3 to 5 of Algorithm 1 on some turns. The learner's optimizer takes no step."""
     learner = train.LEARNERS[config.algo](lm, config)
-    learner.optimizer = NoStep(lm.model)
-    learner.clock.start(types.SimpleNamespace(seconds=0.0),
-                        types.SimpleNamespace(tokens_encoded=0, tokens_sampled=0))
+    learner.optimizers[""] = NoStep(lm.model)
+    learner.clock.start()
     if hasattr(learner, "critic"):  # or all of its values would be 0
         torch.nn.init.normal_(learner.critic.head.weight, std=0.1)
     played, batches = train.pack(turns, config, 0, lm.device)
@@ -2021,7 +2022,7 @@ def test_an_update_is_the_papers_loss_of_the_models_own_logits(tmp_path, context
 def test_the_reference_stays_where_the_policy_began(tmp_path):
     case = prepared(tmp_path, "--lr", "1e-2")
     model, learner = case.learner.lm.model, case.learner
-    learner.optimizer = train.optimizer_for(model, learner.config)
+    learner.optimizers[""] = machine.AdamW(model.parameters(), learner.config.lr)
     began = [p.clone() for p in model.parameters()]
     case.step()
     assert all(a.equal(b) for a, b in zip(began, learner.reference.model.parameters()))
@@ -2035,21 +2036,13 @@ def test_the_metrics_of_an_iteration():
     v, q, returns = torch.randn(3, len(turns))
     steps = [{"loss": 1.0, "ratio_max": 2.0, "skipped": 0},
              {"loss": 4.0, "ratio_max": 1.5, "skipped": 1}]
-    clock, pool = train.Clock(), types.SimpleNamespace(seconds=3.0)
-    before = clock.start(pool, types.SimpleNamespace(tokens_encoded=0, tokens_sampled=0))
-    for phase in ("update", "critic", "update"):
-        clock.lap(phase)
-    pool.seconds = 4.5
-    cost = clock.cost(pool, sampler, before)
-    line = train.summary(7, turns, train.Targets(None, v, q, returns), steps, cost,
-                         envs.CATEGORIES)
+    used = train.usage(types.SimpleNamespace(seconds=1.5), sampler)
+    line = train.summary(turns, train.Targets(None, v, q, returns), steps, used, envs.CATEGORIES)
     share = lambda some, of: sum(some) / len(of)
     ends = [t for t in turns if t.done]
-    assert (line["iteration"], line["episodes"], line["turns"]) == (7, 24, len(turns))
+    assert (line["episodes"], line["turns"]) == (24, len(turns))
     assert line["tokens_sampled"] == sum(len(t.action_ids) for t in turns) > 0
     assert line["tokens_encoded"] == sampler.tokens_encoded and line["time_env"] == 1.5
-    laps = line["time_update"] + line["time_critic"]
-    assert 0 < line["time_critic"] < laps <= line["time_total"]
     assert line["success"] == share([t.won for t in ends], ends) == line["score"]
     assert 0 < line["success"] < 1
     for name, some, of in (("valid_actions", [not t.invalid for t in turns], turns),
@@ -2131,9 +2124,9 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
     adv[case.batches[0][0].tokens.start] = NAN
     case = case._replace(targets=case.targets._replace(adv=adv))
     for failed in (1, 2):
-        assert case.step()["skipped"] == 1 and learner.optimizer.steps == 0
+        assert case.step()["skipped"] == 1 and learner.optimizers[""].steps == 0
         assert learner.failed == failed
-    assert case.step(1)["skipped"] == 0 and learner.optimizer.steps == 1
+    assert case.step(1)["skipped"] == 0 and learner.optimizers[""].steps == 1
     assert learner.failed == 0 and learner.steps == 3
 
 
@@ -2211,7 +2204,8 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
     assert infos[-1]["loss_critic"] < 0.8 * infos[0]["loss_critic"]
     assert all(a.equal(b) for a, b in zip(before, learner.lm.model.parameters()))
     assert {"loss_critic", "grad_norm_critic", "skipped_critic"} <= set(infos[0])
-    assert learner.optimizer.steps == 30 and not {"loss_v", "loss_q"} & set(infos[0])
+    assert learner.optimizers[""].steps == 30
+    assert not {"loss_v", "loss_q"} & set(infos[0])
 
 
 def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_path, unclipped):
@@ -2220,7 +2214,8 @@ def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_pat
 
     def gradients(critic, checkpointing=False):
         learner.config = dataclasses.replace(config, checkpointing=checkpointing)
-        learner.critic, learner.critic_optimizer = critic, NoStep(critic)
+        learner.critic = learner.models["_critic"] = critic
+        learner.optimizers["_critic"] = NoStep(critic)
         case.step()
         return [p.grad.float() for p in critic.parameters()]
 
@@ -2405,12 +2400,6 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def checkpoints(run):
-    """{iterations done: folder} of what bears a checkpoint's name in a run."""
-    named = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.iterdir()}
-    return {int(match[1]): path for path, match in named.items() if match}
-
-
 @pytest.mark.parametrize("flags", [["--algo", "gigpo"], ["--algo", "ppo", "--context", "full"]],
                          ids=" ".join)
 def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, flags):
@@ -2423,7 +2412,7 @@ def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, fl
         return read_lines(tmp_path / name / "metrics.jsonl")
 
     one = run("one", 2)
-    two = run("two", 2, *["--shard"] * ("ppo" in flags), start=TwoRanks)
+    two = run("two", 2, start=TwoRanks)
     # Otherwise there would be nothing to compare.
     assert all(0 < line["success"] < 1 and abs(line["loss_policy"]) > 1e-6 for line in one)
     keys = {"success", "loss_policy", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic",
@@ -2445,8 +2434,7 @@ def test_the_learning_rate_rises_over_steps_and_falls_over_iterations(tmp_path):
     learner = train.Learner(random_model("qwen2"), config)
     found = []
     for iteration, learner.steps in ((0, 0), (0, 3), (0, 99), (5, 99), (9, 99)):
-        learner.set_lr(learner.optimizer, config.lr, iteration)
-        found.append(learner.optimizer.param_groups[0]["lr"])
+        found.append(learner.rate("", iteration))
     assert found == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.55])
 
 
@@ -2634,45 +2622,6 @@ def test_the_samplers_own_statistics_are_those_of_the_pass(tmp_path):
             case.played.logp)
 
 
-def steps_of(optimizer, p, gradients):
-    for g in gradients:
-        p.grad = g.to(p.dtype)
-        optimizer.step()
-    return p.detach().clone()
-
-
-def test_adamw_is_adamw():
-    torch.manual_seed(0)
-    start = torch.randn(50)
-    gradients = [torch.randn(50) * 10 ** torch.randn(50) for _ in range(20)]
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    a = steps_of(train.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
-    b = steps_of(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1), theirs, gradients)
-    torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
-    torch.manual_seed(0)
-    start, gradients = torch.randn(2000).bfloat16(), [torch.randn(2000) + 1 for _ in range(300)]
-    alone, ours = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    stood = steps_of(torch.optim.AdamW([alone], lr=1e-6, weight_decay=0), alone, gradients) == start
-    assert stood[start.abs() > 0.05].all()
-    optimizer = train.AdamW([ours], lr=1e-6, weight_decay=0, moments=moments)
-    steps_of(optimizer, ours, gradients)
-    state, exact = optimizer.state[ours], torch.nn.Parameter(start.float())
-    steps_of(torch.optim.AdamW([exact], lr=1e-6, weight_decay=0), exact,
-             [g.bfloat16().float() for g in gradients])
-    assert state["m"].dtype == moments and torch.equal(ours, state["master"].bfloat16())
-    moved, wanted = state["master"] - start.float(), exact.detach() - start.float()
-    if moments == torch.float32:
-        torch.testing.assert_close(moved, wanted, atol=1e-7, rtol=1e-3)
-    else:  # rounded at random it is right on average; to the nearest, v would stop far too low
-        assert moved.mean().item() == pytest.approx(wanted.mean().item(), rel=0.01)
-        assert ((moved - wanted).norm() / wanted.norm()) < 0.05
-    assert wanted.abs().mean() > 1e-4
-
-
 SMALL = ["--tasks", "4", "--iterations", "4", "--horizon", "4", "--eval_games", "2",
          "--mini_batch", "8"]
 
@@ -2687,7 +2636,7 @@ def outcome(folder):
 
 @pytest.mark.parametrize("run, unharmed, kills, flags", [
     (Alone, Alone, (0, 1, 1, 2, 3), []),
-    (UnderTorchrun, TwoRanks, (2,), "--shard --context full --old rollout".split())])
+    (UnderTorchrun, TwoRanks, (2,), "--context full --old rollout".split())])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, run, unharmed,
                                                                       kills, flags):
     unharmed(*SMALL, *flags, "--out", tmp_path / "whole").finish()
@@ -2708,93 +2657,6 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, 
     assert done and metrics.read_text().splitlines()[:done] == kept
 
 
-class Kill(BaseException):
-    pass
-
-
-def mortal(call, left):
-    """The function, which raises Kill at the touch of the disk that `left` counts down to. A folder
-    that is being removed is torn by it."""
-    def touch(*args, **kwargs):
-        left[0] -= 1
-        if left[0] == 0:
-            if call.__name__ == "rmtree" and os.path.isdir(args[0]):
-                os.remove(os.path.join(args[0], min(os.listdir(args[0]))))
-            raise Kill
-        return call(*args, **kwargs)
-    return touch
-
-
-TOUCHES = [(os, "rename"), (os, "replace"), (os, "makedirs"), (shutil, "rmtree"), (torch, "save")]
-
-
-def write_both(folder, text):
-    for name in "ab":
-        train.write_file(os.path.join(folder, name), text)
-
-
-def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
-    """A kill is played by an error at the n-th touch of the disk. What bears a checkpoint's name is
-    then the new one or the one before, and both are whole."""
-    out = tmp_path / "run"
-    config = types.SimpleNamespace(out=str(out), shard=False)
-
-    def save(done):
-        lm = types.SimpleNamespace(save=lambda folder: write_both(folder, str(done)))
-        p = torch.nn.Parameter(torch.ones(1))
-        optimizer = train.AdamW([p], lr=0.1)
-        steps_of(optimizer, p, [torch.ones(1)] * done)
-        train.save_checkpoint(types.SimpleNamespace(lm=lm, optimizer=optimizer, steps=done,
-                                                    failed=0), config, done)
-
-    left, n = [0], 0
-    while left[0] <= 0:
-        n, left = n + 1, [n + 1]
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        save(1)
-        with monkeypatch.context() as patch, contextlib.suppress(Kill):
-            for where, name in TOUCHES:
-                patch.setattr(where, name, mortal(getattr(where, name), left))
-            save(2)
-        found = checkpoints(out)
-        newest = found[max(found)]
-        assert max(found) in (1, 2)
-        assert {(newest / name).read_text() for name in "ab"} == {str(max(found))}
-        assert json.loads((newest / "progress.json").read_text())["steps"] == max(found)
-        assert torch.load(newest / "optimizer-0.pt")[0]["step"] == max(found)
-        assert str(evaluation.newest_checkpoint(out)) == str(newest)
-        save(3)  # nothing that was left behind stays
-        assert os.listdir(out) == ["checkpoint-3"]
-    assert n > 8  # there were so many moments
-
-
-def test_a_kill_at_any_touch_of_the_disk_leaves_no_torn_folder(tmp_path, monkeypatch):
-    """A folder that is written anew, as final/ by a resumed run, is the old one, the new one or,
-    for a moment, not there."""
-    path, left, n = tmp_path / "final", [0], 0
-    while left[0] <= 0:
-        n, left = n + 1, [n + 1]
-        train.write_folder(str(path), lambda folder: write_both(folder, "old"))
-        with monkeypatch.context() as patch, contextlib.suppress(Kill):
-            for where, name in TOUCHES:
-                patch.setattr(where, name, mortal(getattr(where, name), left))
-            train.write_folder(str(path), lambda folder: write_both(folder, "new"))
-        if path.is_dir():
-            texts = [(path / name).read_text() for name in "ab"]
-            assert texts in (["old"] * 2, ["new"] * 2)
-        train.write_folder(str(path), lambda folder: write_both(folder, "newer"))
-        assert os.listdir(tmp_path) == ["final"] and (path / "b").read_text() == "newer"
-    assert n > 4
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    train.write_file(str(path), "old")
-    with monkeypatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(os, "replace", mortal(os.replace, [1]))
-        train.write_file(str(path), "new")
-    assert path.read_text() == "old"
 
 
 def update_of_a_rank(rank, size, uneven, context, out):
@@ -2842,15 +2704,15 @@ def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, 
     config = small_config(tmp_path, "--model", "Qwen2.5-7B", "--dtype", "bfloat16", "--moments",
                           "bfloat16", "--checkpointing")
     arch = AutoConfig.for_model("qwen2", **SEVEN_B)
-    needed = train.memory_needed(config, arch)
+    needed = machine.memory_needed(arch, config)
     lasting = sum(needed[k] for k in ("weights", "gradients", "master weights", "moments"))
     assert lasting / 1e9 == pytest.approx(91, abs=1)  # as published for H200
     assert needed["reference"] / 1e9 == pytest.approx(15, abs=0.5)
     assert needed["activations of a micro-batch"] / 1e9 < 10 and not needed["critic"]
-    critic = train.memory_needed(dataclasses.replace(config, algo="ppo"), arch)["critic"]
+    critic = machine.memory_needed(arch, config, critic=True)["critic"]
     assert critic == lasting
     lm = random_model("qwen2", 1)
-    needed = train.memory_needed(small_config(tmp_path), lm.model.config)
+    needed = machine.memory_needed(lm.model.config, small_config(tmp_path))
     real = sum(p.numel() * p.element_size() for p in lm.model.parameters())
     assert needed["weights"] == needed["gradients"] == needed["reference"] == real
     assert needed["moments"] == 2 * real and not needed["master weights"]
@@ -2860,22 +2722,6 @@ def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, 
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: arch)
     with pytest.raises(ValueError, match="needs 1.. GB and the GPU has 80"):
         train.check_memory(config)
-
-
-def test_what_must_not_be_interrupted_is_not():
-    seen, before = [], signal.getsignal(signal.SIGINT)  # a shell may have set it to be ignored
-    with pytest.raises(KeyboardInterrupt):
-        with train.uninterrupted() as interrupted:
-            os.kill(os.getpid(), signal.SIGTERM)
-            seen.append("done")
-            assert interrupted
-    assert seen == ["done"] and signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(KeyboardInterrupt):
-        with train.uninterrupted():
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            seen.append("not reached")
-    assert seen == ["done"]
 
 
 def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
@@ -2904,11 +2750,9 @@ def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("argv, complaints", [
-    (["--shard"], ["--shard", "torchrun"]),
-    (["--old", "never"], ["--old", "never", "recompute, rollout"]),
-    (["--dtype", "int8"], ["--dtype", "int8", "float32, bfloat16"]),
-    (["--moments", "int8"], ["--moments", "int8", "float32, bfloat16"]),
-    (["--log", "paper"], ["--log", "paper", "tensorboard, wandb"]),
+    (["--old", "never"], ["--old", "never", "recompute", "rollout"]),
+    (["--dtype", "int8"], ["--dtype", "int8", "float32", "bfloat16"]),
+    (["--moments", "int8"], ["--moments", "int8", "float32", "bfloat16"]),
     (["--env", "hose"], ["hose", "known: house, alfworld"]),
     (["--tasks", "0"], ["--tasks", "at least 1", "0"]),
     (["--horizon", "0"], ["--horizon", "at least 1", "0"]),
@@ -2920,8 +2764,8 @@ def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypat
     (["--max_context", "9"], ["--max_context 9", "--max_new 16"]),
     (["--model", "no-such-model"], ["cannot load model", "no-such-model"]),
     (["--model", "nobody/nothing"], ["cannot load model", "nobody/nothing"]),
-    (["--engine", "vllm"], ["--engine", "vllm", "kv, hf"]),
-    (["--context", "half"], ["--context", "half", "window, full"]),
+    (["--engine", "vllm"], ["--engine", "vllm", "kv", "hf"]),
+    (["--context", "half"], ["--context", "half", "window", "full"]),
     pytest.param(["--env", "alfworld", "--data", "nowhere"], ["alfworld-download"],
                  marks=needs_package),
     (["--places", "2"], ["places must be at least 5"]),

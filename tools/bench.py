@@ -35,6 +35,7 @@ import eval as evaluation
 import train
 from model import actor_critic, hub_id, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import Sampler, Turn, rollout
+from worlds import machine
 from worlds.textworld import shortcuts
 from worlds.tiny import tiny_tokenizer
 
@@ -237,23 +238,21 @@ def play_games(lm, args, options, games):
                   f"{n / seconds:10.0f}  {same:.0%}", flush=True)
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(machine.Parser):
     """flags: {name: (type, default, help)}. A flag of type bool takes no value."""
 
-    error = train.Parser.error  # one line without the usage
-
     def __init__(self, name, text, flags):
-        super().__init__(prog=f"bench.py {name}", description=text, allow_abbrev=False)
+        super().__init__(prog=f"bench.py {name}", description=text)
         for flag, (kind, default, about) in flags.items():
-            options = {"action": "store_true"} if kind is bool else {"type": kind}
             text = about if default in (None, False) else f"{about} [{default}]"
-            self.add_argument(f"--{flag}", default=default, help=text, **options)
+            self.add_argument(f"--{flag}", default=default, help=text,
+                              **machine.options_of(kind))
 
 
 SAMPLING = {
     "model": (str, "tiny", "as for train.py"),
-    "rows": (train.Size, 16, "prompts or games side by side"),
-    "new": (train.number(int, 9), 64, "longest response in tokens"),
+    "rows": (machine.Size, 16, "prompts or games side by side"),
+    "new": (machine.number(int, 9), 64, "longest response in tokens"),
     "dtype": (train.Precision, "bfloat16" if torch.cuda.is_available() else "float32",
               "float32 or bfloat16"),
     "compile": (bool, False, "torch.compile kv's decoding step")}
@@ -268,7 +267,7 @@ def loaded(args, random_weights=False):
     dtype = getattr(torch, args.dtype)
     lm = (random_model(args.model, dtype, getattr(args, "seed", 0)) if random_weights
           else load(args.model, dtype=dtype, words=envs.words()))
-    count, device = sum(p.numel() for p in lm.model.parameters()), train.versions()["versions"]
+    count, device = sum(p.numel() for p in lm.model.parameters()), machine.versions()["versions"]
     print(f"{args.model}: {count / 1e6:.1f} M parameters, {args.dtype} on {device['device']}",
           flush=True)
     return lm
@@ -277,10 +276,10 @@ def loaded(args, random_weights=False):
 def sampler_main(argv):
     args = Parser("sampler", "Both engines on the same random prompts.", SAMPLING | {
         "random_weights": (bool, False, "build the architecture of --model without its weights"),
-        "prompt": (train.number(int, 2), 200, "mean length of the prompts in tokens"),
-        "mean": (train.Count, None, "a random word in so many ends a response; 0: none does; "
+        "prompt": (machine.number(int, 2), 200, "mean length of the prompts in tokens"),
+        "mean": (machine.Count, None, "a random word in so many ends a response; 0: none does; "
                                     "default a third of --new"),
-        "repeats": (train.Size, 3, "rounds")}).parse_args(argv)
+        "repeats": (machine.Size, 3, "rounds")}).parse_args(argv)
     lm = loaded(args, args.random_weights)
     if args.prompt * 3 // 2 + args.new > lm.max_length:
         raise ValueError(f"--prompt {args.prompt} and --new {args.new}: the longest prompt and its "
@@ -290,7 +289,7 @@ def sampler_main(argv):
 
 def games_main(argv):
     args = Parser("games", "Games with both engines in both contexts.", SAMPLING | GAMES | {
-        "horizon": (train.Size, 8, "turns a game may take")}).parse_args(argv)
+        "horizon": (machine.Size, 8, "turns a game may take")}).parse_args(argv)
     options = envs.options_for(args.env, vars(args))
     games = envs.tasks(args.env, "train", **options)[:args.rows]
     play_games(loaded(args), args, options, games)
@@ -301,10 +300,10 @@ def games_main(argv):
 # The phases of an iteration, and how many forward passes each is worth.
 PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
 TRAJECTORIES = {
-    "turns": (train.Size, 50, "turns of a trajectory"),
-    "prompt": (train.number(int, 2), 500, "mean length of a prompt in tokens"),
-    "response": (train.Size, 100, "mean length of a response in tokens"),
-    "repeats": (train.Size, 3, "rounds")}
+    "turns": (machine.Size, 50, "turns of a trajectory"),
+    "prompt": (machine.number(int, 2), 500, "mean length of a prompt in tokens"),
+    "response": (machine.Size, 100, "mean length of a response in tokens"),
+    "repeats": (machine.Size, 3, "rounds")}
 
 
 def prepare(parser, argv):
@@ -381,17 +380,17 @@ def learners_for(lm, config, ppo):
     learners = {config.algo: train.LEARNERS[config.algo](lm, config)}
     if ppo and config.algo != "ppo":
         rival = learners["ppo"] = train.LEARNERS["ppo"](lm, rival_of(config))
-        rival.optimizer = learners[config.algo].optimizer
+        rival.optimizers[""] = learners[config.algo].optimizers[""]
         if config.beta:
             rival.reference = learners[config.algo].reference
     return learners
 
 
-def learn(learner, turns, n, pool, sampler):
+def learn(learner, turns, n):
     """Lines 3 to 7 of Algorithm 1 on given turns, as train.train has them -> the batches, and how
     far the sampler's log-probs are from those of the pass."""
     clock, config = learner.clock, learner.config
-    clock.start(pool, sampler)
+    clock.start()
     played, batches = train.pack(turns, config, n, learner.lm.device)
     old, sampler_off = train.score_old(learner.lm, played, batches, config)
     clock.lap("old")
@@ -400,7 +399,8 @@ def learn(learner, turns, n, pool, sampler):
     targets = learner.targets(played, batches, old)
     for mini in batches:
         learner.step(mini, old, ref, targets, 0)
-    learner.optimizer.zero_grad(set_to_none=True)
+    for model in learner.models.values():
+        model.zero_grad(set_to_none=True)
     clock.lap("update")
     return batches, sampler_off
 
@@ -410,27 +410,27 @@ def iteration_main(argv):
                     TRAJECTORIES | {"ppo": (bool, False, "PPO beside it, on the same turns")})
     args, config, lm = prepare(parser, argv)
     learners, sampler = learners_for(lm, config, args.ppo), talker(lm, config, args.response)
-    laps, off, pool = {algo: [] for algo in learners}, [], envs.Pool("house")
+    laps, off = {algo: [] for algo in learners}, []
     for n in tqdm(range(args.repeats + 1), desc="iterations", leave=False):
         began = now()
         turns = invent(sampler, config, args)
         rollout_seconds = now() - began
         for algo in sorted(learners, reverse=n % 2 == 1):  # the order changes from round to round
-            batches, difference = learn(learners[algo], turns, n, pool, sampler)
+            batches, difference = learn(learners[algo], turns, n)
             laps[algo].append(learners[algo].clock.laps | {"time_rollout": rollout_seconds})
             off.append(difference)
     seconds = {algo: {name: float(np.median([lap.get(f"time_{name}", 0.0) for lap in some[1:]]))
                       for name in PHASES} for algo, some in laps.items()}
-    peak = train.peak_memory()  # read now, because the table tries the GPU with large tensors
+    peak = machine.peak_memory()  # read now, because the table tries the GPU with large tensors
     print_phases(lm, config, args, seconds, [micro.batch for mini in batches for micro in mini])
     print_memory(lm, learners, peak)
     fresh = off[::len(learners)]  # of those that learned first, before the policy had moved
     print(f"log-probs of sampler and trainer differ by {np.median(fresh):.2g} on average")
     if args.out:
         os.makedirs(config.out, exist_ok=True)
-        train.write_file(f"{config.out}/bench.json", json.dumps(
+        machine.write_file(f"{config.out}/bench.json", json.dumps(
             {"model": config.model, "context": config.context, "old": config.old,
-             "seconds": seconds} | train.versions(), indent=1))
+             "seconds": seconds} | machine.versions(), indent=1))
 
 
 def print_phases(lm, config, args, seconds, batches):
@@ -463,9 +463,9 @@ def ratio_to_ppo(costs):
 
 
 def print_memory(lm, learners, peak):
-    """Bytes that stay from step to step: the first six entries of train.memory_needed."""
-    kept = {algo: sum(list(train.memory_needed(its.config, lm.model.config).values())[:6])
-            for algo, its in learners.items()}
+    """Bytes that stay from step to step: the first six entries of machine.memory_needed."""
+    kept = {algo: sum(list(machine.memory_needed(lm.model.config, its.config, len(its.models) > 1
+                                                 ).values())[:6]) for algo, its in learners.items()}
     print("what training keeps, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")
@@ -522,7 +522,7 @@ def update_main(argv):
         for loss_of in (body_alone, body_alone, chunked):  # the first one makes the gradients
             torch.cuda.reset_peak_memory_stats()
             forward_backward(lm, some, loss_of)
-            peaks.append(train.peak_memory())
+            peaks.append(machine.peak_memory())
         print(f"the loss of a micro-batch of {some[0].ids.numel()} tokens takes "
               f"{peaks[2] - peaks[1]:.2f} GB beside its body's {peaks[1]:.2f}")
     tidy = [make_batch(group).to(lm.device) for group in micro_batches(samples, budget)]
@@ -662,8 +662,8 @@ def envs_main(argv):
     args = Parser("envs", "Load, reset and step of an environment, for alfworld beside "
                        "TextWorld's own engine; then 128 games in the pool.", GAMES | {
                            "split": (str, "train", "whose games are played"),
-                           "steps": (train.Size, 50, "random steps a game"),
-                           "workers": (train.Count, 2, "processes of the pool")}).parse_args(argv)
+                           "steps": (machine.Size, 50, "random steps a game"),
+                           "workers": (machine.Count, 2, "processes of the pool")}).parse_args(argv)
     options = envs.options_for(args.env, vars(args))
     print(f"{args.env}: loading its games", flush=True)
     games, options = envs.tasks(args.env, args.split, **options), options | {"horizon": args.steps}

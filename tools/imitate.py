@@ -35,6 +35,7 @@ import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from model import is_tiny, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import next_prompt, rollout
+from worlds import machine
 
 # ---------------------------------------------------------------------------- the demonstrators
 
@@ -231,7 +232,8 @@ def draw_batch(stock, size, refill):
 def imitate(lm, pool, config, flags, mapper=map):
     """Steps on demonstrations, until nearly all actions that the model samples in games it has not
     seen are admissible, or flags.steps are done."""
-    optimizer = train.optimizer_for(lm.model, config)
+    optimizer = machine.AdamW(lm.model.parameters(), config.lr,
+                              moments=getattr(torch, config.moments))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **train.env_options(config))
@@ -275,28 +277,24 @@ def admissible_share(lm, pool, games, context, step, config):
 
 DEMONSTRATIONS, PROBE = 3, 4  # streams of random numbers, after train.py's
 FLAGS = {  # name: (type, default, help)
-    "steps": (train.Count, 5000, "optimizer steps, at most"),
-    "lr": (train.Positive, 1e-5, "the highest learning rate"),
-    "batch": (train.Size, 64, "turns a step"),
-    "text_weight": (train.Weight, 0.0, "weight of predicting what is read, beside what is said"),
-    "until": (train.Share, 0.98, "share of admissible actions, looked at every 200 steps, that "
+    "steps": (machine.Count, 5000, "optimizer steps, at most"),
+    "lr": (machine.Positive, 1e-5, "the highest learning rate"),
+    "batch": (machine.Size, 64, "turns a step"),
+    "text_weight": (machine.Weight, 0.0, "weight of predicting what is read, beside what is said"),
+    "until": (machine.Share, 0.98, "share of admissible actions, looked at every 200 steps, that "
                                  "ends it"),
-    "forget": (train.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
-    "noise": (train.Share, 0.2, "share of turns in which a random command is executed")}
+    "forget": (machine.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
+    "noise": (machine.Share, 0.2, "share of turns in which a random command is executed")}
 TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
 TRAIN = """env model data goals out seed context engine rows compile dtype history horizon places
 objects max_new max_prompt max_context workers r_max tau_v value_tokens tokens_per_micro_batch
 checkpointing moments""".split()  # the flags of train.py that mean something here
 
 
-class Parser(argparse.ArgumentParser):
-    error = train.Parser.error  # one line without the usage
-
-
 def parse(argv=None):
     """-> train.py's Config, and the flags of FLAGS. ValueError says what is wrong."""
-    parser = Parser(description="Imitation, before Algorithm 1.", allow_abbrev=False,
-                    epilog=f"It also takes these flags of train.py: --{' --'.join(TRAIN)}.")
+    parser = machine.Parser(description="Imitation, before Algorithm 1.", epilog="It also takes "
+                            f"these flags of train.py: --{' --'.join(TRAIN)}.")
     for name, (kind, default, text) in FLAGS.items():
         tiny = f"; tiny: {TINY[name]}" if name in TINY else ""
         parser.add_argument(f"--{name}", type=kind, help=f"{text} [{default}{tiny}]")
@@ -307,7 +305,7 @@ def parse(argv=None):
         raise ValueError(f"--{min(given - {*TRAIN})} does nothing in an imitation")
     if "out" not in given:
         config = dataclasses.replace(config, out=f"runs/start-{config.env}-{config.seed}")
-    if train.launched() > 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("an imitation is one process: start it without torchrun")
     if os.path.exists(config.out):  # before any work, because writing replaces what is there
         raise ValueError(f"--out {config.out} exists already; name a new folder")
@@ -333,7 +331,7 @@ def run(config, flags):
         pool.close()
         if players:
             players.shutdown(cancel_futures=True)
-    train.write_folder(config.out, lm.save)
+    machine.write_folder(config.out, lm.save)
     print(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}")
 
 

@@ -141,7 +141,7 @@ def test_the_phases_of_benches_are_drawn(tmp_path):
 def test_rivals_share_what_is_not_the_critic(monkeypatch):
     config = train.parse_config(["--tasks", "2"])
     learners = bench.learners_for(bench.random_model("tiny", torch.float32), config, ppo=True)
-    assert learners["ppo"].optimizer is learners["sapo"].optimizer
+    assert learners["ppo"].optimizers[""] is learners["sapo"].optimizers[""]
     assert learners["ppo"].reference is learners["sapo"].reference
     assert isinstance(learners["ppo"], train.PPO) and not hasattr(learners["sapo"], "critic")
 

@@ -11,6 +11,7 @@ from model import is_tiny, load, make_batch
 from tools import imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate
 from tools.test_bench import on_the_cpu, run_main, small_model  # the first one acts by itself
+from worlds import machine
 from worlds.test_textworld import TRIAL, needs_package, small_game
 
 def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
@@ -177,7 +178,7 @@ def test_it_ends_when_nearly_all_actions_are_admissible(monkeypatch):
 
 def test_the_share_of_admissible_actions():
     config, _ = imitate.parse(["--horizon", "3", "--max_new", "4"])
-    lm, pool = load(f"{train.HERE}/results/tiny-house"), envs.Pool("house", {"horizon": 3})
+    lm, pool = load(f"{machine.ROOT}/results/tiny-house"), envs.Pool("house", {"horizon": 3})
     games = envs.tasks("house", "train")[:3]
     shares = [imitate.admissible_share(model, pool, games, "window", 0, config)
               for model in (lm, load("tiny", words=envs.words()))]

@@ -1,0 +1,398 @@
+"""What a run needs of the machine it runs on, and nobody needs to understand SAPO.
+
+    flags     a dataclass as command line flags, with bounds
+    ranks     the processes that torchrun starts
+    AdamW     for 16-bit models, its state spread over the ranks
+    files     written whole or not at all: a run's folder and its checkpoints; Ctrl-C that waits
+    Clock, versions, peak_memory, forecast_memory
+"""
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+import transformers
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# ------------------------------------------------------------------------------------------ flags
+
+
+def number(kind, low, high=float("inf"), words=None):
+    """The type of a flag: a number within bounds. argparse reports what lies outside."""
+    def parse(text):
+        x = kind(text)
+        if not low <= x <= high:
+            raise argparse.ArgumentTypeError(f"must be {words or f'at least {low}'}, got {x}")
+        return x
+    parse.__name__ = kind.__name__  # argparse shows it
+    return parse
+
+
+Count, Size = number(int, 0), number(int, 1)
+Share = number(float, 0, 1, "between 0 and 1")
+Weight = number(float, 0, 1e30, "a number, and not negative")
+Positive = number(float, 1e-30, 1e30, "a positive number")
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and a mistake is a ValueError of one line without the usage."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def options_of(kind):
+    """What argparse is told of a flag of a type: bool, a pair, a Literal, or a function of text."""
+    if get_args(kind):
+        return {"choices": get_args(kind)}
+    return {bool: {"action": "store_true"}, tuple: {"nargs": 2, "metavar": ("A", "B")}}.get(
+        kind, {"type": kind})
+
+
+def flags_of(cls, presets, description):
+    """A Parser of which every field of a dataclass is a flag, its type the bounds and its comment
+    the help. presets: {name: {field: its default there}}, for the help alone."""
+    parser = Parser(description=description, argument_default=argparse.SUPPRESS)
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+    for f in dataclasses.fields(cls):
+        values = [] if f.default is None or f.type is bool else [str(f.default)]
+        values += [f"{name}: {its[f.name]}" for name, its in presets.items() if f.name in its]
+        text = comments[f.name] + (f" [{'; '.join(values)}]" if values else "")
+        parser.add_argument(f"--{f.name}", help=text.replace("%", "%%"), **options_of(f.type))
+    return parser
+
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+def join_ranks():
+    """Under torchrun: this process becomes a rank, with a GPU of its own where there are GPUs."""
+    gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if 0 < gpus <= local:
+        raise ValueError(f"more ranks than the {gpus} GPU(s) here: lower --nproc_per_node")
+    if gpus:
+        torch.cuda.set_device(local)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # one rank's games may last while others wait
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(hours=2))
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def everyone():
+    return dist.group.WORLD if world() > 1 else None
+
+
+def barrier():
+    if world() > 1:
+        dist.barrier()
+
+
+def gather(items):
+    """Every rank's list, joined in the order of ranks."""
+    if world() == 1:
+        return items
+    lists = [None] * world()
+    dist.all_gather_object(lists, items)
+    return [x for part in lists for x in part]
+
+
+def say(*words):
+    if rank() == 0:
+        print(*words, flush=True)
+
+
+# -------------------------------------------------------------------------------------- optimizer
+
+
+def round_at_random(x, generator):
+    """float32 -> bfloat16, up or down with the probability that keeps the mean."""
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device,
+                          generator=generator)
+    return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).bfloat16()
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW for 16-bit models as well: updates go to float32 master weights, of which
+    the model is a rounded copy, because at a learning rate of 1e-6 they are far below bf16's last
+    digit. Each rank keeps the state of its share of the parameters, and sends the others what it
+    has updated (ZeRO 1). One parameter is taken at a time, so that no more than one float32
+    gradient exists. `moments`: torch.float32 or torch.bfloat16."""
+
+    def __init__(self, params, lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8,
+                 moments=torch.float32):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        self.moments = moments
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for n, p in enumerate(group["params"]):
+            if p.grad is not None and n % world() == rank():
+                self.update(p, group, n)
+            if world() > 1:
+                dist.broadcast(p, n % world())
+
+    def update(self, p, group, n):
+        state, (b1, b2), lr, g = self.state[p], group["betas"], group["lr"], p.grad.float()
+        if not state:
+            state.update(step=0, m=torch.zeros_like(p, dtype=self.moments),
+                         v=torch.zeros_like(p, dtype=self.moments))
+            if p.dtype != torch.float32:
+                state["master"] = p.float()
+        state["step"] += 1
+        t, master = state["step"], state.get("master", p)
+        m, v = state["m"].float(), state["v"].float()  # the tensors themselves if float32
+        m.lerp_(g, 1 - b1)
+        v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        master.mul_(1 - lr * group["weight_decay"])
+        root = (v / (1 - b2 ** t)).sqrt_().add_(group["eps"])
+        master.addcdiv_(m, root, value=-lr / (1 - b1 ** t))
+        if self.moments != torch.float32:  # seeded, so that a resumed run rounds identically
+            generator = torch.Generator(p.device).manual_seed(t * 10 ** 6 + n)
+            state["m"], state["v"] = (round_at_random(x, generator) for x in (m, v))
+        if master is not p:
+            p.copy_(master)
+
+    def numbered(self):
+        """-> {number of a parameter: its state} of this rank's share, which `take` takes back."""
+        params = enumerate(self.param_groups[0]["params"])
+        return {n: self.state[p] for n, p in params if p in self.state}
+
+    def take(self, states):
+        """Takes this rank's share of what `numbered` gave on any rank, of any number of them."""
+        for n, p in enumerate(self.param_groups[0]["params"]):
+            if n in states and n % world() == rank():
+                self.state[p] = {k: x.to(p.device) if isinstance(x, torch.Tensor) else x
+                                 for k, x in states[n].items()}
+
+
+def clip_gradients(model, most):
+    """Sums the gradients over the ranks, because losses have global denominators, and clips their
+    norm -> the norm before."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if world() > 1:
+            dist.all_reduce(p.grad)
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
+
+
+# ---------------------------------------------------------------------------------- files, signals
+
+
+def read_json(path):
+    """The JSON object in a file; {} where there is none that can be read."""
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except (OSError, json.JSONDecodeError):
+        return {}
+
+
+def write_file(path, text):
+    """Writes beside and renames, so that a kill leaves the old or the new."""
+    with open(f"{path}.new", "w") as file:
+        file.write(text)
+    os.replace(f"{path}.new", path)
+
+
+def write_folder(path, fill):
+    """All ranks call it. fill(FOLDER) writes into PATH.new, which is renamed when it is whole. What
+    has the name PATH is whole at any moment; a kill between two renames leaves PATH.old."""
+    if rank() == 0:
+        for aside in (f"{path}.new", f"{path}.old"):
+            shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(f"{path}.new")
+    barrier()  # the folder is there
+    fill(f"{path}.new")
+    barrier()  # what the ranks write is there
+    if rank() == 0:
+        if os.path.isdir(path):
+            os.rename(path, f"{path}.old")
+        os.rename(f"{path}.new", path)
+        shutil.rmtree(f"{path}.old", ignore_errors=True)
+
+
+def begin_folder(out, settings, checkpoint=None):
+    """Makes a run's folder, with its settings. Of a run that is resumed, metrics.jsonl keeps the
+    lines that the checkpoint knows of; another run that is there is renamed."""
+    path, made_with = f"{out}/metrics.jsonl", versions()
+    lines, aside, done = [], 1, iterations_in(checkpoint)
+    if rank() == 0 and settings["resume"]:
+        say(f"{out}: {f'goes on after {done} iterations' if done else 'begins anew'}")
+        with contextlib.suppress(OSError), open(path) as file:
+            lines = file.readlines()[:done]
+        before = read_json(f"{out}/config.json").get("git", made_with["git"])
+        commits = dict.fromkeys([*before.split(", "), made_with["git"]])
+        made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
+    elif rank() == 0 and os.path.exists(path):
+        while os.path.exists(f"{out}.{aside}"):
+            aside += 1
+        os.rename(out, f"{out}.{aside}")
+        say(f"the run that was in {out} is in {out}.{aside} now")
+    if rank() == 0:
+        os.makedirs(out, exist_ok=True)
+        write_file(f"{out}/config.json", json.dumps(settings | made_with, indent=1))
+        write_file(path, "".join(lines))
+    barrier()
+
+
+def iterations_in(checkpoint):
+    """RUN/checkpoint-N -> N; None -> 0."""
+    return int(checkpoint.name.partition("-")[2]) if checkpoint else 0
+
+
+def save_checkpoint(learner, out, done):
+    """RUN/checkpoint-N: the model as a Hugging Face folder, and what else decides what comes next.
+    Random numbers and the order of tasks follow from the seed and the iteration."""
+    def fill(folder):
+        states = [optimizer.numbered() for optimizer in learner.optimizers.values()]
+        torch.save(states, f"{folder}/optimizer-{rank()}.pt")
+        if rank() == 0:
+            learner.lm.save(folder)
+            if hasattr(learner, "critic"):
+                torch.save(learner.critic.state_dict(), f"{folder}/critic.pt")
+            write_file(f"{folder}/progress.json", json.dumps(
+                {"steps": learner.steps, "failed": learner.failed}))
+
+    path = Path(out, f"checkpoint-{done}")
+    write_folder(path, fill)
+    for older in set(path.parent.glob("checkpoint-*")) - {path} if rank() == 0 else ():
+        shutil.rmtree(older)
+
+
+@torch.no_grad()
+def restore(learner, path, load):
+    """-> iterations done; the learner becomes what it was at the checkpoint `path` (None: nothing
+    is restored), on any number of ranks. load: model.load."""
+    if path:
+        saved = load(str(path), dtype=learner.lm.model.dtype, device="cpu").model
+        for mine, theirs in zip(learner.lm.model.parameters(), saved.parameters()):
+            mine.copy_(theirs)
+        if hasattr(learner, "critic"):
+            learner.critic.load_state_dict(torch.load(path / "critic.pt"))
+        for share in path.glob("optimizer-*.pt"):
+            states = torch.load(share, map_location="cpu", mmap=True)
+            for optimizer, its in zip(learner.optimizers.values(), states):
+                optimizer.take(its)
+        progress = read_json(path / "progress.json")
+        learner.steps, learner.failed = progress["steps"], progress["failed"]
+    return iterations_in(path)
+
+
+@contextlib.contextmanager
+def signals_noted():
+    """Within it, Ctrl-C and SIGTERM only fill the list that it yields, so that the iteration ends
+    and is saved. A later one raises KeyboardInterrupt; torchrun passes a Ctrl-C on within a second,
+    which is the same one."""
+    noted = []
+
+    def note(*_):
+        if noted and time.time() > noted[0] + 1:
+            raise KeyboardInterrupt
+        if not noted:
+            print("\nleaves after this iteration; another Ctrl-C leaves at once", file=sys.stderr)
+        noted.append(time.time())
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+# ---------------------------------------------------------------------------------- what is used
+
+
+def versions():
+    """What a run was made with: git commit, packages, hardware."""
+    git = subprocess.run("git describe --always --dirty", cwd=ROOT, shell=True,
+                         capture_output=True, text=True).stdout.strip()
+    device = (torch.cuda.get_device_name() if torch.cuda.is_available()
+              else f"CPU, {torch.get_num_threads()} threads")
+    return {"git": git or "unknown", "versions": {
+        "python": sys.version.split()[0], "torch": torch.__version__, "device": device,
+        "transformers": transformers.__version__, "ranks": world()}}
+
+
+class Clock:
+    """Seconds of an iteration's phases."""
+
+    def start(self):
+        self.laps, self.begun = {}, time.time()
+        self.last = self.begun
+
+    def lap(self, name):
+        """Books the time since the last lap on a phase."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now, key = time.time(), f"time_{name}"
+        self.laps[key], self.last = self.laps.get(key, 0.0) + now - self.last, now
+
+    def seconds(self):
+        return self.laps | {"time_total": time.time() - self.begun}
+
+
+def peak_memory():
+    """The most this process has used so far, in GB: of the GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+
+
+def memory_needed(arch, config, critic=False):
+    """{what: bytes on one rank} of the largest things an update holds, from the architecture (a
+    transformers config) and train.py's settings alone. The first six stay from step to step."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(arch)
+    weights = sum(p.numel() for p in model.parameters())
+    width, layers = arch.hidden_size, arch.num_hidden_layers
+    size = 2 if config.dtype == "bfloat16" else 4
+    layer = size * (8 * width + 4 * arch.intermediate_size) + 16 * width  # kept for a token
+    kept = layer + layers * width * size if config.checkpointing else layer * layers
+    masters = weights * 4 // world() if size == 2 else 0
+    moments = weights * 2 * (2 if config.moments == "bfloat16" else 4) // world()
+    return {"weights": weights * size, "gradients": weights * size, "master weights": masters,
+            "moments": moments, "reference": weights * size if config.beta else 0,
+            "critic": 2 * weights * size + masters + moments if critic else 0,
+            "activations of a micro-batch": kept * config.tokens_per_micro_batch,
+            "logits of a chunk": 6 * 2 ** 28}
+
+
+def forecast_memory(arch, config, critic=False):
+    """Prints what `memory_needed` computes; ValueError where the GPU has less."""
+    needed, has = memory_needed(arch, config, critic), float("inf")
+    total = sum(needed.values())
+    say(f"memory, computed, beside keys and values: {total / 1e9:.1f} GB ("
+        + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items() if n) + ")")
+    if torch.cuda.is_available():
+        has = torch.cuda.get_device_properties(0).total_memory
+    if total > has:
+        raise ValueError(f"this run needs {total / 1e9:.0f} GB and the GPU has {has / 1e9:.0f}: "
+                         "lower --tokens_per_micro_batch, add --checkpointing or --moments "
+                         "bfloat16, or use more ranks")
