@@ -86,19 +86,20 @@ def train(lm, pool, config):
                 raise KeyboardInterrupt
 
 
-class Played(NamedTuple):
-    """The turns of an iteration as flat tensors, in the order of its micro-batches."""
+class Played:
+    """The turns of an iteration in the order of its micro-batches, and flat tensors of them."""
 
-    turns: list  # of rollout.Turn
-    traj: torch.Tensor  # (N,), as are turn, reward, done and invalid
-    turn: torch.Tensor
-    reward: torch.Tensor
-    done: torch.Tensor
-    invalid: torch.Tensor
-    v: torch.Tensor  # (N,) by the sampler, in units of return
-    q: torch.Tensor
-    logp: torch.Tensor  # (M,) by the sampler
-    turn_of: torch.Tensor  # (M,) the turn of each response token
+    def __init__(self, turns, device):
+        def column(name, dtype=torch.float32):
+            return torch.tensor([getattr(turn, name) for turn in turns], dtype=dtype, device=device)
+
+        self.turns = turns  # of rollout.Turn
+        self.traj, self.turn = column("traj", torch.long), column("turn", torch.long)  # (N,)
+        self.reward, self.done, self.invalid = map(column, ("reward", "done", "invalid"))  # (N,)
+        self.v, self.q = column("v"), column("q")  # (N,) by the sampler, in units of return
+        self.logp = torch.tensor([x for turn in turns for x in turn.logp], device=device)  # (M,)
+        lengths = torch.tensor([len(turn.logp) for turn in turns], dtype=torch.long)
+        self.turn_of = torch.arange(len(turns)).repeat_interleave(lengths).to(device)  # (M,)
 
 
 class MicroBatch(NamedTuple):
@@ -158,19 +159,7 @@ def pack(turns, config, iteration, device):
             ordered += [turn for sample in group for turn in sample[2]]
             tokens = slice(m, m := m + len(batch.turn_of))
             batches[-1].append(MicroBatch(batch, tokens, slice(n, len(ordered))))
-    return flatten(ordered, device), batches
-
-
-def flatten(turns, device):
-    """Turns in the order of the micro-batches -> Played."""
-    def column(name, dtype=torch.float32):
-        return torch.tensor([getattr(turn, name) for turn in turns], dtype=dtype, device=device)
-
-    lengths = torch.tensor([len(turn.logp) for turn in turns], dtype=torch.long)
-    return Played(turns, column("traj", torch.long), column("turn", torch.long),
-                  *map(column, ("reward", "done", "invalid", "v", "q")),
-                  torch.tensor([x for turn in turns for x in turn.logp], device=device),
-                  torch.arange(len(turns)).repeat_interleave(lengths).to(device))
+    return Played(ordered, device), batches
 
 
 @torch.no_grad()
@@ -388,8 +377,8 @@ def parse_config(argv=None):
     name = f"{asked.env}-{os.path.basename(asked.model.rstrip('/'))}{algo}-{asked.seed}"
     out = os.path.normpath(asked.out or f"runs/{name}")
     if asked.resume:
-        known = {f.name for f in dataclasses.fields(Config)}
-        stored = {k: v for k, v in read_json(f"{out}/config.json").items() if k in known}
+        stored = read_json(f"{out}/config.json")
+        stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
         if not stored and given.keys() <= {"resume", "out"}:
             raise ValueError(f"--resume: there is no run in {out}")  # a first start has more flags
         asked = Config(**stored | given)
@@ -581,8 +570,7 @@ def prepare(config):
         f"on {lm.device}, {world()} rank(s); {config.env}: {len(games)} training games")
     prompts = [env.episode(*env.reset(game)).window_prompt() for game in games[:4]]
     mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
-    words = lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))
-    say(f"w+, w- = {lm.value_ids} {words if words[0] else '(rows past the tokenizer)'}: logit "
+    say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
         f"difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
     return fitted(lm, config)
 
