@@ -128,6 +128,9 @@ def say(*words):
 # -------------------------------------------------------------------------------------- optimizer
 
 
+SLICE = 2 ** 26  # entries that an optimizer step takes at a time
+
+
 def round_at_random(x, generator):
     """float32 -> bfloat16, up or down with the probability that keeps the mean."""
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device,
@@ -157,24 +160,33 @@ class AdamW(torch.optim.Optimizer):
                 dist.broadcast(p, n % world())
 
     def update(self, p, group, n):
-        state, (b1, b2), lr, g = self.state[p], group["betas"], group["lr"], p.grad.float()
+        """One step of parameter number n, in slices, because its float32 temporaries are several
+        times its size, and a head is large."""
+        state, generator = self.state[p], None
         if not state:
             state.update(step=0, m=torch.zeros_like(p, dtype=self.moments),
                          v=torch.zeros_like(p, dtype=self.moments))
             if p.dtype != torch.float32:
                 state["master"] = p.float()
         state["step"] += 1
-        t, master = state["step"], state.get("master", p)
-        m, v = state["m"].float(), state["v"].float()  # the tensors themselves if float32
+        if self.moments != torch.float32:  # seeded, so that a resumed run rounds identically
+            generator = torch.Generator(p.device).manual_seed(state["step"] * 10 ** 6 + n)
+        flat = [x.view(-1) for x in (p, state["m"], state["v"], state.get("master", p))]
+        for parts in zip(*(x.split(SLICE) for x in [p.grad.reshape(-1), *flat])):
+            self.update_slice(*parts, state["step"], group, generator)
+
+    def update_slice(self, grad, p, m_kept, v_kept, master, t, group, generator):
+        (b1, b2), lr, g = group["betas"], group["lr"], grad.float()
+        m, v = m_kept.float(), v_kept.float()  # the tensors themselves if float32
         m.lerp_(g, 1 - b1)
         v.mul_(b2).addcmul_(g, g, value=1 - b2)
         master.mul_(1 - lr * group["weight_decay"])
         root = (v / (1 - b2 ** t)).sqrt_().add_(group["eps"])
         master.addcdiv_(m, root, value=-lr / (1 - b1 ** t))
-        if self.moments != torch.float32:  # seeded, so that a resumed run rounds identically
-            generator = torch.Generator(p.device).manual_seed(t * 10 ** 6 + n)
-            state["m"], state["v"] = (round_at_random(x, generator) for x in (m, v))
-        if master is not p:
+        if generator:
+            m_kept.copy_(round_at_random(m, generator))
+            v_kept.copy_(round_at_random(v, generator))
+        if p.dtype != master.dtype:
             p.copy_(master)
 
     def numbered(self):

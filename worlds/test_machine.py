@@ -30,6 +30,18 @@ def test_adamw_is_adamw():
     torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_in_slices_is_a_step(monkeypatch, dtype):
+    torch.manual_seed(0)
+    start = torch.randn(7, 5, dtype=dtype)
+    gradients, ends = [torch.randn(7, 5) for _ in range(4)], []
+    for size in (10 ** 9, 8):
+        monkeypatch.setattr(machine, "SLICE", size)
+        p = torch.nn.Parameter(start.clone())
+        ends.append(steps_of(machine.AdamW([p], lr=1e-2), p, gradients))
+    assert ends[0].equal(ends[1]) and not ends[0].equal(start)
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
     torch.manual_seed(0)
