@@ -2396,6 +2396,32 @@ class UnderTorchrun:
         assert self.process.returncode == 0, said
 
 
+def on_two_machines(folders, *flags):
+    """train.py under two agents of torchrun, each in a folder of its own -> what they said."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+         f"--node_rank={n}", "--master_addr=127.0.0.1", f"--master_port={port}",
+         f"{HERE}/train.py", *map(str, flags)], cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        for n, folder in enumerate(folders)]
+    said = [agent.communicate(timeout=300)[0] for agent in agents]
+    return said, [agent.returncode for agent in agents]
+
+
+def test_two_machines_train_and_resume_where_they_see_one_folder(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    flags = ["--tasks", 4, "--horizon", 3, "--eval_games", 0, "--out", "run", "--iterations"]
+    said, codes = on_two_machines([tmp_path / "a"] * 2, *flags, 1)
+    assert codes == [0, 0], said
+    assert len(read_lines(tmp_path / "a" / "run" / "metrics.jsonl")) == 1
+    said, codes = on_two_machines([tmp_path / "a", tmp_path / "b"], *flags, 2, "--resume")
+    assert all(codes) and "all machines must see the same folder" in "".join(said)
+
+
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -48,9 +48,9 @@ def train(lm, pool, config):
     done = restore(learner, newest_checkpoint(config), load)
     bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations,
                desc=evaluation.NAMES[config.algo], disable=rank() > 0)
+    clock.start()
     with signals_noted() as noted:  # so that what is left behind is a whole iteration
         for iteration in bar:
-            clock.start()
             games, mine = pick_tasks(ids, config, iteration), range(rank(), config.tasks, world())
             before = usage(pool, sampler)
             turns = rollout(  # line 2  # SAPO: one trajectory per task
@@ -79,9 +79,13 @@ def train(lm, pool, config):
             if learner.failed == PATIENCE:
                 raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr, or look "
                                  "at the losses in metrics.jsonl")
-            done, leave = iteration + 1, any(gather([bool(noted)]))
-            if done % config.save_every == 0 or done == config.iterations or leave:
+            done = iteration + 1
+            clock.start()  # a checkpoint counts for the next one
+            due = done % config.save_every == 0 if config.save_every else clock.save_is_due()
+            leave, due = map(any, zip(*gather([(bool(noted), due)])))
+            if due or leave or done == config.iterations:
                 save_checkpoint(learner, config.out, done)
+                clock.saved()
             if leave:
                 raise KeyboardInterrupt
 
@@ -349,7 +353,7 @@ class Config:
     moments: Precision = "float32"  # of AdamW; bfloat16 is rounded at random
 
     eval_games: Count = None  # held-out games before and after; default the environment's number
-    save_every: Size = 1  # iterations between checkpoints: what a kill may cost
+    save_every: Size = None  # iterations between checkpoints; default: a twentieth of the time
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
     wandb: bool = False  # send the metrics to wandb as well
 

@@ -249,10 +249,14 @@ def write_folder(path, fill):
 
 
 def begin_folder(out, settings, checkpoint=None):
-    """Makes a run's folder, with its settings. Of a run that is resumed, metrics.jsonl keeps the
-    lines that the checkpoint knows of; another run that is there is renamed."""
+    """All ranks call it. Makes a run's folder, with its settings. Of a run that is resumed,
+    metrics.jsonl keeps the lines that the checkpoint knows of; another run that is there is
+    renamed. ValueError where the ranks do not see the same folder."""
     path, made_with = f"{out}/metrics.jsonl", versions()
     lines, aside, done = [], 1, iterations_in(checkpoint)
+    unshared = f"all machines must see the same folder {out}, and these do not"
+    if len(set(gather([done]))) > 1:
+        raise ValueError(unshared)
     if rank() == 0 and settings["resume"]:
         say(f"{out}: {f'goes on after {done} iterations' if done else 'begins anew'}")
         with contextlib.suppress(OSError), open(path) as file:
@@ -270,6 +274,8 @@ def begin_folder(out, settings, checkpoint=None):
         write_file(f"{out}/config.json", json.dumps(settings | made_with, indent=1))
         write_file(path, "".join(lines))
     barrier()
+    if not all(gather([os.path.exists(path)])):
+        raise ValueError(unshared)
 
 
 def iterations_in(checkpoint):
@@ -352,7 +358,11 @@ def versions():
 
 
 class Clock:
-    """Seconds of an iteration's phases."""
+    """Seconds of an iteration's phases, and of the last checkpoint."""
+
+    def __init__(self):
+        self.saved_at = self.save_took = 0.0
+        self.start()
 
     def start(self):
         self.laps, self.begun = {}, time.time()
@@ -364,6 +374,14 @@ class Clock:
             torch.cuda.synchronize()
         now, key = time.time(), f"time_{name}"
         self.laps[key], self.last = self.laps.get(key, 0.0) + now - self.last, now
+
+    def saved(self):
+        self.lap("save")
+        self.saved_at, self.save_took = self.last, self.laps["time_save"]
+
+    def save_is_due(self):
+        """Whether another checkpoint takes less than a twentieth of the time since the last."""
+        return self.save_took < (time.time() - self.saved_at) / 20
 
     def seconds(self):
         return self.laps | {"time_total": time.time() - self.begun}

@@ -171,3 +171,19 @@ def test_a_signal_waits_and_a_later_one_does_not(monkeypatch, capsys):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_checkpoints_take_a_twentieth_of_the_time(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(machine.time, "time", lambda: now[0])
+    clock, saved = machine.Clock(), []
+    for n in range(100):  # an iteration takes 10 seconds, a checkpoint 15
+        now[0] += 10
+        due = clock.save_is_due()
+        clock.start()
+        if due:
+            saved.append(n)
+            now[0] += 15
+            clock.saved()
+    assert saved == [0, *range(31, 100, 31)]
+    assert clock.seconds()["time_total"] in (0, 15)
