@@ -571,9 +571,9 @@ def tasks(name, split, **options):
     return make_env(name, **options).tasks(split)
 
 
-def options_for(name, given):
-    """Those of the settings `given` that an environment is made with."""
-    return {k: given[k] for k in known(name).flags if given.get(k) is not None}
+def options_for(given):
+    """Those of the settings `given` that given["env"] is made with."""
+    return {k: given[k] for k in known(given["env"]).flags if given.get(k) is not None}
 
 
 def default_workers(name, ranks=1):
@@ -882,7 +882,7 @@ def main():
     add("--goals", default="synthetic", help="webshop: synthetic or human")
     args = parser.parse_args()
     try:
-        options = options_for(args.env, vars(args))
+        options = options_for(vars(args))
         games = tasks(args.env, args.split, **options)
         if not 0 <= args.task < len(games):
             raise ValueError(f"--task must be from 0 to {len(games) - 1}")

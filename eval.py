@@ -307,7 +307,7 @@ def play_all(args, sampler, games, pool, path):
 def evaluate(args):
     """Plays the split with --model, writes the report and prints its table."""
     weights, sampler = complete(args), None
-    env, options = envs.known(args.env), envs.options_for(args.env, vars(args))
+    env, options = envs.known(args.env), envs.options_for(vars(args))
     args.split, args.goals = args.split or env.held_out[0], options.get("goals")
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
     usual = (None, "synthetic", "plain")

@@ -2747,7 +2747,7 @@ def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, 
                         lambda _: types.SimpleNamespace(total_memory=80e9))
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: arch)
     with pytest.raises(ValueError, match="needs 1.. GB and the GPU has 80"):
-        train.check_memory(config)
+        machine.forecast_memory(arch, config)
 
 
 def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):

@@ -15,15 +15,11 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
-import sys
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import transformers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -37,15 +33,17 @@ from sapo import (actor_loss, discounted_returns, empg_advantages, episode_retur
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, barrier,
                             begin_folder, clip_gradients, everyone, flags_of, forecast_memory,
-                            gather, join_ranks, peak_memory, rank, read_json, restore,
-                            save_checkpoint, say, signals_noted, world, write_file, write_folder)
+                            gather, join_ranks, one_line_errors, peak_memory, rank, read_json,
+                            recompute_activations, restore, save_checkpoint, say, signals_noted,
+                            world, write_file, write_folder)
 
 
-def train(lm, pool, config):
-    """Algorithm 1. An iteration has N turns and M response tokens (on this rank)."""
+def train(lm, pool, config, checkpoint=None):
+    """Algorithm 1. An iteration has N turns and M response tokens (on this rank). It goes on from
+    `checkpoint`, if any."""
     sampler, learner = sampler_for(lm, config), LEARNERS[config.algo](lm, config)
-    ids, clock = envs.tasks(config.env, "train", **env_options(config)), learner.clock
-    done = restore(learner, newest_checkpoint(config), load)
+    ids, clock = envs.tasks(config.env, "train", **envs.options_for(vars(config))), learner.clock
+    done = restore(learner, checkpoint, load)
     bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations,
                desc=evaluation.NAMES[config.algo], disable=rank() > 0)
     clock.start()
@@ -297,9 +295,6 @@ def sampler_for(lm, config, temperature=1.0):
 # --------------------------------------------------------------------------------------- settings
 
 
-Precision = Literal["float32", "bfloat16"]
-
-
 @dataclass(frozen=True)
 class Config:
     """The paper's settings where it gives them, else its framework's (verl-agent's), else ours."""
@@ -318,7 +313,7 @@ class Config:
     engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
     rows: Size = None  # games decoded side by side; default all of an iteration's
     compile: bool = False  # torch.compile for kv's decoding step and for scoring
-    dtype: Precision = None  # of the weights (bfloat16 has float32 masters); default by the device
+    dtype: Literal["float32", "bfloat16"] = None  # of the weights; default by the device
     history: Count = 2  # turns shown in a window prompt
     horizon: Size = None  # turns an episode may take; default the environment's
     places: Size = 5  # house: its size
@@ -350,7 +345,7 @@ class Config:
     tokens_per_micro_batch: Size = 8192  # padded tokens a forward pass
     old: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's own
     checkpointing: bool = False  # recompute activations: less memory, a third more time
-    moments: Precision = "float32"  # of AdamW; bfloat16 is rounded at random
+    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; bfloat16 at random
 
     eval_games: Count = None  # held-out games before and after; default the environment's number
     save_every: Size = None  # iterations between checkpoints; default: a twentieth of the time
@@ -430,16 +425,7 @@ def check(c):
         if wrong:
             raise ValueError(why)
     for split in ("train", envs.known(c.env).held_out[0]):
-        envs.tasks(c.env, split, **env_options(c))
-
-
-def env_options(config):
-    return envs.options_for(config.env, vars(config))
-
-
-def newest_checkpoint(config):
-    """-> the folder of what a resumed run goes on from, or None."""
-    return evaluation.newest_checkpoint(config.out) if config.resume else None
+        envs.tasks(c.env, split, **envs.options_for(vars(c)))
 
 
 # ---------------------------------------------------------------------------------------- logging
@@ -523,8 +509,9 @@ def evaluate(lm, pool, config, path=None):
     records}. They are kept in the file `path`, where a resumed run finds them."""
     if path and config.resume and os.path.isfile(path):
         return {float(t): records for t, records in read_json(path).items()}
-    ids = envs.tasks(config.env, envs.known(config.env).held_out[0], **env_options(config))
-    ids = evaluation.spaced(ids, config.eval_games) if config.eval_games else []
+    env, options = envs.known(config.env), envs.options_for(vars(config))
+    ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []
+    ids = evaluation.spaced(ids, config.eval_games)
     first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
     out = {}
     for temperature in (evaluation.TEMPERATURE, 1.0)[:2 if config.env == "house" else 1]:
@@ -564,11 +551,12 @@ def prepare(config):
             raise ValueError(f"{name} is missing; tools/imitate.py makes such a start")
     if (os.path.realpath(name) + os.sep).startswith(os.path.realpath(config.out) + os.sep):
         raise ValueError(f"--model {name} is or lies in the run's own folder; give another --out")
-    check_memory(config)
+    if not is_tiny(name):
+        forecast_memory(hub_id(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max, device=device)
-    env = envs.make_env(config.env, **env_options(config))
+    env = envs.make_env(config.env, **envs.options_for(vars(config)))
     games = env.tasks("train")
     say(f"{config.model}: {sum(p.numel() for p in lm.model.parameters()) / 1e6:.1f} M parameters "
         f"on {lm.device}, {world()} rank(s); {config.env}: {len(games)} training games")
@@ -576,30 +564,23 @@ def prepare(config):
     mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
     say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
         f"difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
-    return fitted(lm, config)
-
-
-def fitted(lm, config):
-    """-> lm as --compile and --checkpointing want it."""
     if config.checkpointing:
-        dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
-        if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
-            raise ValueError("--checkpointing: this model has dropout, which would be active")
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(lm.model)
     return dataclasses.replace(lm, compile=config.compile)
 
 
 def run(config):
     """Evaluation, Algorithm 1, evaluation."""
-    pool = envs.Pool(config.env, env_options(config), config.workers)
+    pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
     try:
         lm = prepare(config)
-        begin_folder(config.out, dataclasses.asdict(config), newest_checkpoint(config))
+        checkpoint = evaluation.newest_checkpoint(config.out) if config.resume else None
+        begin_folder(config.out, dataclasses.asdict(config), checkpoint)
         before = evaluate(lm, pool, config, f"{config.out}/before.json")
         say("before training: " + ", ".join(f"success {evaluation.share(its)['success']:.1%} on "
                                             f"{len(its)} held-out games at T = {t:g}"
                                             for t, its in before.items()))
-        train(lm, pool, config)
+        train(lm, pool, config, checkpoint)
         after = evaluate(lm, pool, config) if config.iterations else before
         peak = max(gather([peak_memory()]))
         write_folder(f"{config.out}/final", lambda folder: rank() or lm.save(folder))
@@ -615,17 +596,6 @@ def run(config):
                          "checkpoint") from None
     finally:
         pool.close()
-
-
-def check_memory(config, arch=None):
-    """Prints what a run needs before anything is loaded; ValueError where the GPU has less."""
-    if is_tiny(config.model):
-        return
-    try:
-        arch = arch or transformers.AutoConfig.from_pretrained(hub_id(config.model))
-    except (OSError, ValueError, KeyError):
-        return  # `load` meets the same, and explains it
-    forecast_memory(arch, config, critic=issubclass(LEARNERS[config.algo], SeparateCritic))
 
 
 # -------------------------------------------------------------- the methods SAPO is compared with
@@ -738,23 +708,9 @@ LEARNERS = {"sapo": Learner, "sapo-separate": SeparateCritic, "ppo": PPO, "grpo"
 
 
 def main():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with one_line_errors("train.py", envs.GameError):
         join_ranks()
         run(parse_config())
-    except torch.OutOfMemoryError as error:
-        sys.exit("train.py: out of memory. In an update: lower --tokens_per_micro_batch, or add "
-                 "--checkpointing; in a rollout: lower --rows or --max_context; anywhere: "
-                 f"--moments bfloat16, or more ranks ({str(error).splitlines()[0]})")
-    except (ValueError, OSError, ImportError, envs.GameError) as error:
-        sys.exit(f"train.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

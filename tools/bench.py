@@ -19,12 +19,11 @@ import random
 import re
 import sys
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
@@ -253,8 +252,8 @@ SAMPLING = {
     "model": (str, "tiny", "as for train.py"),
     "rows": (machine.Size, 16, "prompts or games side by side"),
     "new": (machine.number(int, 9), 64, "longest response in tokens"),
-    "dtype": (train.Precision, "bfloat16" if torch.cuda.is_available() else "float32",
-              "float32 or bfloat16"),
+    "dtype": (Literal["float32", "bfloat16"],
+              "bfloat16" if torch.cuda.is_available() else "float32", "of the weights"),
     "compile": (bool, False, "torch.compile kv's decoding step")}
 GAMES = {
     "env": (str, "house", "house, alfworld or webshop"),
@@ -290,7 +289,7 @@ def sampler_main(argv):
 def games_main(argv):
     args = Parser("games", "Games with both engines in both contexts.", SAMPLING | GAMES | {
         "horizon": (machine.Size, 8, "turns a game may take")}).parse_args(argv)
-    options = envs.options_for(args.env, vars(args))
+    options = envs.options_for(vars(args))
     games = envs.tasks(args.env, "train", **options)[:args.rows]
     play_games(loaded(args), args, options, games)
 
@@ -314,9 +313,11 @@ def prepare(parser, argv):
     config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
     if config.model != "tiny":
-        larger = rival_of(config) if getattr(args, "ppo", False) else config
-        train.check_memory(larger, architecture(config.model))
-    return args, config, train.fitted(loaded(config, random_weights=True), config)
+        machine.forecast_memory(architecture(config.model), config, getattr(args, "ppo", False))
+    lm = dataclasses.replace(loaded(config, random_weights=True), compile=config.compile)
+    if config.checkpointing:
+        machine.recompute_activations(lm.model)
+    return args, config, lm
 
 
 def rival_of(config):
@@ -664,7 +665,7 @@ def envs_main(argv):
                            "split": (str, "train", "whose games are played"),
                            "steps": (machine.Size, 50, "random steps a game"),
                            "workers": (machine.Count, 2, "processes of the pool")}).parse_args(argv)
-    options = envs.options_for(args.env, vars(args))
+    options = envs.options_for(vars(args))
     print(f"{args.env}: loading its games", flush=True)
     games, options = envs.tasks(args.env, args.split, **options), options | {"horizon": args.steps}
     bench_env(args.env, options, games, args.steps)
@@ -677,23 +678,14 @@ COMMANDS = {"sampler": sampler_main, "games": games_main, "iteration": iteration
 
 
 def main():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     name, *argv = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(__doc__)
-    try:
+    with machine.one_line_errors("bench.py", envs.GameError):
         if name in COMMANDS:
             COMMANDS[name](argv)
         elif name not in ("-h", "--help"):
             raise ValueError(f"unknown measurement {name!r}; known: {', '.join(COMMANDS)}")
-    except torch.OutOfMemoryError as error:
-        sys.exit("bench.py: out of memory; lower --tokens_per_micro_batch, --rows or --tasks "
-                 f"({str(error).splitlines()[0]})")
-    except (ValueError, OSError, ImportError, envs.GameError) as error:
-        sys.exit(f"bench.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted")
 
 
 if __name__ == "__main__":

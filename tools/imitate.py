@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -33,7 +32,7 @@ import envs
 import eval as evaluation
 import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
-from model import is_tiny, load, make_batch, micro_batches, restricted_log_softmax
+from model import hub_id, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import next_prompt, rollout
 from worlds import machine
 
@@ -199,8 +198,9 @@ def samples_of(lm, name, turns, context, history):
 def demonstrations(lm, games, seed, context, config, flags, mapper=map):
     """Demonstrations of the games as training samples. `mapper` may spread them over
     processes."""
-    play = functools.partial(demonstrate_here, config.env, tuple(train.env_options(config).items()),
-                             seed=seed, forget=flags.forget, noise=flags.noise)
+    options = tuple(envs.options_for(vars(config)).items())
+    play = functools.partial(demonstrate_here, config.env, options, seed=seed, forget=flags.forget,
+                             noise=flags.noise)
     played = [turns for turns in mapper(play, games) if turns]
     return [sample for turns in played
             for sample in samples_of(lm, config.env, turns, context, config.history)]
@@ -236,7 +236,7 @@ def imitate(lm, pool, config, flags, mapper=map):
                               moments=getattr(torch, config.moments))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
-    ids = envs.tasks(config.env, "train", **train.env_options(config))
+    ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     probe = evaluation.spaced(ids, 64)  # ids are sorted by kind of task, so that all kinds occur
     practice = sorted({*ids} - {*probe}) or ids
     contexts = ("window", "full") if config.model == "tiny" else (config.context,)  # serves either
@@ -318,12 +318,15 @@ def parse(argv=None):
 def run(config, flags):
     print(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less",
           flush=True)
-    train.check_memory(dataclasses.replace(config, beta=0.0))  # there is no reference
+    if not is_tiny(config.model):  # there is no reference
+        machine.forecast_memory(hub_id(config.model), dataclasses.replace(config, beta=0.0))
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed,
               words=envs.words(), value_tokens=config.value_tokens, tau_v=config.tau_v,
               r_max=config.r_max)
-    lm = train.fitted(lm, config)
-    pool = envs.Pool(config.env, train.env_options(config), config.workers)
+    lm = dataclasses.replace(lm, compile=config.compile)
+    if config.checkpointing:
+        machine.recompute_activations(lm.model)
+    pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
     players = start_players(config.workers) if config.workers else None
     try:
         imitate(lm, pool, config, flags, players.map if players else map)
@@ -336,19 +339,8 @@ def run(config, flags):
 
 
 def main():
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with machine.one_line_errors("imitate.py", envs.GameError, concurrent.futures.BrokenExecutor):
         run(*parse())
-    except torch.OutOfMemoryError as error:
-        sys.exit("imitate.py: out of memory; lower --tokens_per_micro_batch or --rows "
-                 f"({str(error).splitlines()[0]})")
-    except (ValueError, OSError, ImportError, envs.GameError,
-            concurrent.futures.BrokenExecutor) as error:
-        sys.exit(f"imitate.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -202,6 +202,14 @@ class AdamW(torch.optim.Optimizer):
                                  for k, x in states[n].items()}
 
 
+def recompute_activations(model):
+    """From now on activations are recomputed in the backward pass, in training mode alone."""
+    dropout = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    if any(dropout) or getattr(model.config, "attention_dropout", 0):
+        raise ValueError("--checkpointing: this model has dropout, which would be active")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def clip_gradients(model, most):
     """Sums the gradients over the ranks, because losses have global denominators, and clips their
     norm -> the norm before."""
@@ -276,6 +284,27 @@ def begin_folder(out, settings, checkpoint=None):
     barrier()
     if not all(gather([os.path.exists(path)])):
         raise ValueError(unshared)
+
+
+@contextlib.contextmanager
+def one_line_errors(script, *known):
+    """What a script's user can mend ends it with one line. known: errors beside the usual ones."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"{script}: out of memory. In an update: lower --tokens_per_micro_batch, or add "
+                 "--checkpointing; in a rollout: lower --rows or --max_context; anywhere: "
+                 f"--moments bfloat16, or more ranks ({str(error).splitlines()[0]})")
+    except (ValueError, OSError, ImportError, *known) as error:
+        sys.exit(f"{script}: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def iterations_in(checkpoint):
@@ -415,7 +444,12 @@ def memory_needed(arch, config, critic=False):
 
 
 def forecast_memory(arch, config, critic=False):
-    """Prints what `memory_needed` computes; ValueError where the GPU has less."""
+    """Prints what `memory_needed` computes, before anything is loaded; ValueError where the GPU has
+    less. arch: a transformers config, or where one is."""
+    try:
+        arch = transformers.AutoConfig.from_pretrained(arch) if isinstance(arch, str) else arch
+    except (OSError, ValueError, KeyError):
+        return  # model.load meets the same, and explains it
     needed, has = memory_needed(arch, config, critic), float("inf")
     total = sum(needed.values())
     say(f"memory, computed, beside keys and values: {total / 1e9:.1f} GB ("
