@@ -12,12 +12,11 @@ is played once (or --repeats times); the paper's 128 draws with replacement hit 
 """
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,34 +26,51 @@ from tqdm import tqdm
 
 import envs
 from model import load
-from rollout import Sampler, rollout, uniforms
+from rollout import Response, Sampler, next_prompt, trajectories, uniforms
 
 SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
 TEMPERATURE = 0.4  # the paper evaluates at this one
-EVALUATION, PROMPTED = 5, 6  # what follows (seed, 0) in a seed; train.py has 0 to 2
+EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
 
-def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, title="eval", quiet=False):
-    """Plays every game once -> a record of each. `first` is the number of games[0]: random numbers
-    depend on the seed and a game's number alone, so ranks can share the games of an evaluation."""
-    with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
-        turns = rollout(sampler, games, pool, seed=(seed, 0, EVALUATION), history=history, bar=bar,
-                        trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE)
-    trajs = [list(traj) for _, traj in itertools.groupby(turns, lambda turn: turn.traj)]
-    said = [[(turn.text, turn.action, not turn.invalid) for turn in traj] for traj in trajs]
-    return [record(pool.env, vars(traj[-1]), texts) for traj, texts in zip(trajs, said)]
+def play(sampler, games, pool, *, first=0, **options):
+    """Plays every game -> a record of each. `first` is the number of games[0]."""
+    records = dict(attempts(sampler, dict(enumerate(games, first)), pool, **options))
+    return [records[number] for number in range(first, first + len(games))]
 
 
-def record(env, end, said):
-    """An episode as it is written down. `end` tells how it ended; `said` has each turn's response,
-    its action, and whether the response was valid."""
-    texts, actions, valid = zip(*said) if said else ((), (), (0,))
-    return {"task": end["task"], "category": env.categories.get(end["category"], end["category"]),
-            "won": end["won"], "score": end["score"], "turns": len(said),
-            "truncated": end["truncated"], "outgrown": end["outgrown"],
-            "valid_actions": float(np.mean(valid)), "actions": [*actions], "responses": [*texts]}
+def attempts(sampler, games, pool, *, style="plain", seed=0, rows=None, history=2, quiet=False):
+    """Plays {number: game} and yields (number, record) of an episode as soon as it is over. Random
+    numbers depend on seed, number and attempt alone, so ranks can share the games. Reflexion tries
+    a game up to TRIALS times, each time with the lessons that the model wrote after failures."""
+    lessons, rows = {number: [] for number in games}, rows or SIDE_BY_SIDE
+    prompts = None if style == "plain" else (
+        lambda number, turns, episode: react(turns, episode, lessons[number]))
+    for trial in range(TRIALS if style == "reflexion" else 1):
+        stream, failed = (seed, 0, EVALUATION + trial), {}
+        over = trajectories(sampler, [*games.values()], pool, trajs=games, rows=rows, seed=stream,
+                            history=history, prompts=prompts)
+        for number, turns, episode in tqdm(over, "again" if trial else "eval", len(games),
+                                           disable=quiet, leave=False):
+            about = {"trials": trial + 1, "lessons": [*lessons[number]]} if prompts else {}
+            yield number, record(pool.env, games[number], turns, episode) | about
+            if not episode.info["won"]:
+                failed[number] = turns, episode
+        games = {number: games[number] for number in failed}
+        if trial + 1 < TRIALS and style == "reflexion":
+            reflect(sampler, failed, lessons, rows, stream)
+
+
+def record(env, game, turns, episode):
+    """An episode as it is written down. Without a turn, its first prompt did not fit."""
+    info, cut = episode.info, not turns
+    return {"task": game, "category": env.categories.get(info["category"], info["category"]),
+            "won": info["won"], "score": info["score"], "turns": len(turns),
+            "truncated": cut or turns[-1].truncated, "outgrown": cut or turns[-1].outgrown,
+            "valid_actions": float(np.mean([not turn.invalid for turn in turns] or [0])),
+            "actions": [turn.action for turn in turns], "responses": [turn.text for turn in turns]}
 
 
 def spaced(ids, limit):
@@ -270,12 +286,11 @@ def complete(args):
     known |= json.loads(config.read_text()) if weights else {}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
-    if args.prompt != "plain":
-        known["max_prompt"] = 8192  # a whole episode of ALFWorld fits
-    if args.prompt != "plain" or args.endpoint:
-        args.context = "window"  # a prompted model is shown its past anew in every turn
+    if args.prompt != "plain":  # the past is shown anew in every turn, a whole one of ALFWorld fits
+        args.context, known["max_prompt"] = "window", 8192
     vars(args).update({k: known.get(k) for k in WORDS + COUNTS if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
+    args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
     least = {"limit": 0, "repeats": 1, "temperature": 0, "max_new": 1, "history": 0}
     for name in least:
         if getattr(args, name) < least[name]:
@@ -286,27 +301,27 @@ def complete(args):
 
 
 def play_all(args, sampler, games, pool, path):
-    """Plays the games --repeats times -> records. Each is written down as soon as it is known, so
-    that an hour of an endpoint's answers survives a failure."""
-    records, rows = {}, args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
-    for n in range(args.repeats):
-        if args.prompt == "plain" and not args.endpoint:
-            played = play(sampler, games, pool, seed=args.seed + n, rows=rows,
-                          history=args.history, title=f"{args.env} {args.split}")
-        else:
-            answers = Local(sampler, rows, args.seed + n) if sampler else Endpoint(
-                args.endpoint, args.model, args.temperature, args.max_new, rows, args.max_prompt)
-            played = play_prompted(answers, games, pool, args.prompt, history=args.history)
-        with open(path, "a" if n else "w") as file:
-            for r in played:
-                print(json.dumps({"repeat": n} | r), file=file, flush=True)
-                records[n, r["task"]] = r  # the last attempt at a game counts
-    return [records[n, game] for n in range(args.repeats) for game in games]
+    """Plays the games --repeats times -> the last attempts' records. Each is written to PATH.new as
+    soon as it is known, so that an hour of an endpoint's answers survives a failure."""
+    records, new = [], Path(f"{path}.new")
+    try:
+        with open(new, "w") as file:
+            for n in range(args.repeats):
+                for _, r in attempts(sampler, dict(enumerate(games)), pool, style=args.prompt,
+                                     seed=args.seed + n, rows=args.rows, history=args.history):
+                    records.append({"repeat": n} | r)
+                    print(json.dumps(records[-1]), file=file, flush=True)
+    except (ValueError, envs.GameError) as error:
+        raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}") from error
+    records.sort(key=lambda r: (r["repeat"], games.index(r["task"])))  # now they are in any order
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    new.unlink()
+    return [*{(r["repeat"], r["task"]): r for r in records}.values()]
 
 
 def evaluate(args):
     """Plays the split with --model, writes the report and prints its table."""
-    weights, sampler = complete(args), None
+    weights = complete(args)
     env, options = envs.known(args.env), envs.options_for(args.env, vars(args))
     args.split, args.goals = args.split or env.held_out[0], options.get("goals")
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
@@ -315,7 +330,10 @@ def evaluate(args):
     out = args.out or (f"{args.model}/eval-{'-'.join(kinds)}.json" if weights else "eval.json")
     out = Path(out) if out.endswith(".json") else Path(out, "eval.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not args.endpoint:
+    if args.endpoint:
+        sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new, args.rows,
+                           args.max_prompt)
+    else:
         lm = load(str(weights or args.model), words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
                           max_prompt=args.max_prompt, max_context=args.max_context)
@@ -360,26 +378,46 @@ TRIALS = 3  # attempts at a game in Reflexion
 RETRIES = 6  # of a request that an endpoint is too busy to answer
 
 
-class Local:
-    """Answers of a model on this machine. The keys (game, turn) decide the random numbers."""
+def react(turns, episode, lessons, template=REACT):
+    """Prompts with all thoughts and turns (ReAct, arXiv 2210.03629), then with fewer of the oldest;
+    and with lessons (Reflexion, arXiv 2303.11366)."""
+    told, fields = "", episode.now(episode.info["admissible"])
+    if lessons:
+        told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in lessons))
+    past = [f"Observation: {episode.shown(turn.seen)}\nThought: {thought_of(turn.text)}\n"
+            f"Action: {turn.action}\n" for turn in turns]
+    for n in range(len(past) + 1):
+        yield template.format(**fields, lessons=told, trace="".join(past[n:]))
 
-    def __init__(self, sampler, rows, seed):
-        self.sampler, self.rows, self.seed = sampler, rows, (seed, 0, PROMPTED)
 
-    def fits(self, text):
-        return len(self.sampler.lm.chat.first(text)) <= self.sampler.limit
+def thought_of(text):
+    """What stands between the think tags, or before the action."""
+    found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
+             or re.match("(.*?)<action>", text, re.I | re.S))
+    return " ".join(found[1].split()) if found else ""
 
-    def __call__(self, texts, keys):
-        lm, out = self.sampler.lm, []
-        for n in range(0, len(texts), self.rows):
-            prompts = [lm.chat.first(text) for text in texts[n:n + self.rows]]
-            u = [uniforms(self.seed, *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
-            out += [lm.text(r.ids) for r in self.sampler(range(len(u)), prompts, u)]
-        return out
+
+def reflect(sampler, failed, lessons, rows, seed):
+    """Adds to the lessons what the model says of its failures, where a prompt fits."""
+    asked = []
+    for number, (turns, episode) in failed.items():
+        prompts = react(turns, episode, lessons[number], REFLECT)
+        ids = next_prompt(sampler.lm, prompts, [], sampler.limit)[1]
+        if len(ids) <= sampler.limit:
+            asked.append((number, ids, uniforms(seed, number, len(turns), sampler.max_new)))
+    while asked or sampler.busy:
+        while asked and sampler.busy < rows:
+            sampler.add(*asked.pop())
+        for number, response in sampler.run():
+            lessons[number].append(sampler.lm.text(response.ids))
 
 
 class Endpoint:
-    """Answers of an OpenAI-compatible server. Its client asks again where the server is busy."""
+    """An OpenAI-compatible server in the place of a Sampler: requests are under way in threads, and
+    the tokens are characters. Its client asks again where the server is busy."""
+
+    context = "window"
+    lm = SimpleNamespace(chat=SimpleNamespace(first=list), text="".join)
 
     def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048):
         if not url.startswith(("http://", "https://")):
@@ -391,15 +429,10 @@ class Endpoint:
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
         self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=300)
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
-        self.url, self.at_once, self.limit = url, at_once, 4 * max_prompt
         self.errors = (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError)
-
-    def fits(self, text):
-        return len(text) <= self.limit  # a token has about four letters
-
-    def __call__(self, texts, keys):
-        with ThreadPoolExecutor(self.at_once) as threads:
-            return list(threads.map(self.ask, texts))
+        self.url, self.max_new = url, max_new
+        self.limit = 4 * max_prompt  # a token has about four letters
+        self.threads, self.open, self.steps = ThreadPoolExecutor(at_once), {}, 0
 
     def ask(self, text):
         chat = [{"role": "user", "content": text}]
@@ -414,77 +447,25 @@ class Endpoint:
             why = f"{'OPENAI_API_KEY is missing or refused: ' if refused else ''}{error!r}"
         raise ValueError(f"{self.url}: {' '.join(why.split())[:300]}")
 
+    @property
+    def busy(self):
+        return len(self.open)
 
-def ask(answers, attempts, style, history, turn=None, template=REACT):
-    """Asks with as much of the past as fits: in plain as in training, else with all thoughts and
-    turns (ReAct, arXiv 2210.03629) and lessons (Reflexion, arXiv 2303.11366). -> [(attempt,
-    response)] of those for which any prompt fits."""
-    asked = []
-    for a in attempts:
-        told, fields = "", a.episode.now(a.episode.info["admissible"])
-        if a.lessons:
-            told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in a.lessons))
-        traces = ("".join(a.past[n:]) for n in range(len(a.past) + 1))
-        texts = (template.format(**fields, lessons=told, trace=trace) for trace in traces)
-        if style == "plain":
-            texts = (a.episode.window_prompt(k) for k in range(history, -1, -1))
-        asked += [(a, text) for text in itertools.islice(filter(answers.fits, texts), 1)]
-    keys = [(a.game, 1000 * a.trial + (len(a.said) if turn is None else turn)) for a, _ in asked]
-    return [(a, said) for (a, _), said in zip(asked, answers([text for _, text in asked], keys))]
+    def add(self, name, letters, u):
+        self.open[self.threads.submit(self.ask, "".join(letters))] = name
 
+    def run(self, steps=None):
+        """The answers that are there. It waits for one unless a game is asked (`steps`)."""
+        done, _ = wait(self.open, None if steps is None else 0, FIRST_COMPLETED)
+        self.steps += steps or 0
+        return [(self.open.pop(request), Response(list(request.result()), [], 0.0, 0.0))
+                for request in done]
 
-def thought_of(text):
-    """What stands between the think tags, or before the action."""
-    found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
-             or re.match("(.*?)<action>", text, re.I | re.S))
-    return " ".join(found[1].split()) if found else ""
+    def forget(self):
+        self.open = {}
 
-
-def play_attempts(attempts, answers, pool, style, history):
-    """Plays attempts side by side and yields (attempt, truncated, outgrown) as each ends."""
-    while attempts:
-        spoken = ask(answers, attempts, style, history)
-        games = [a.game for a, _ in spoken]
-        for a in [a for a in attempts if a.game not in games]:
-            pool.drop(a.game)
-            yield a, True, True
-        for a, text in spoken:
-            a.said.append((text, *envs.parse_action(text, pool.env.fallback)))
-            obs, action = a.episode.shown(a.episode.obs), a.said[-1][1]
-            a.past.append(f"Observation: {obs}\nThought: {thought_of(text)}\nAction: {action}\n")
-            pool.step(a.game, action)
-        attempts = []
-        for (a, _), (obs, _, terminated, truncated, info) in zip(spoken, pool.gather(games)):
-            a.episode.took(a.said[-1][1], obs, info)
-            if terminated or truncated:
-                yield a, truncated, False
-            else:
-                attempts.append(a)
-
-
-def play_prompted(answers, games, pool, style, *, history=2, quiet=False):
-    """Plays every game and yields a record of each attempt as it ends. Reflexion tries a game up to
-    TRIALS times, each time with the lessons that the model wrote after its failures."""
-    left, lessons = [*range(len(games))], [[] for _ in games]
-    for trial in range(TRIALS if style == "reflexion" else 1):
-        numbers, left = left, []
-        for some in (numbers[n:n + SIDE_BY_SIDE] for n in range(0, len(numbers), SIDE_BY_SIDE)):
-            for i in some:
-                pool.start(i, games[i])
-            episodes = [pool.env.episode(*first) for first in pool.gather(some)]
-            attempts = [SimpleNamespace(game=i, trial=trial, episode=e, said=[], past=[],
-                                        lessons=[*lessons[i]]) for i, e in zip(some, episodes)]
-            bar = tqdm(play_attempts(attempts, answers, pool, style, history), leave=False,
-                       desc=f"{style}, attempt {trial + 1}", total=len(some), disable=quiet)
-            for a, truncated, outgrown in bar:
-                end = {"task": games[a.game], "truncated": truncated, "outgrown": outgrown}
-                yield (record(pool.env, a.episode.info | end, a.said)
-                       | {"trials": trial + 1, "lessons": a.lessons})
-            failed = [a for a in attempts if not a.episode.info["won"]]
-            left += [a.game for a in failed]
-            if style == "reflexion" and trial + 1 < TRIALS:
-                for a, lesson in ask(answers, failed, style, history, 999, REFLECT):
-                    lessons[a.game].append(lesson)
+    def drop(self, name):
+        pass
 
 
 if __name__ == "__main__":
