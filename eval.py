@@ -80,11 +80,9 @@ def spaced(ids, limit):
 
 def wilson(k, n):
     """The 95 % interval of a share k / n; the usual p ± 1.96 σ is too narrow near 0 and 1."""
-    if n == 0:
-        return 0.0, 1.0
-    p, zz = k / n, 1.96 ** 2 / n
-    middle, half = p + zz / 2, (zz * p * (1 - p) + zz * zz / 4) ** 0.5
-    return max(0.0, (middle - half) / (1 + zz)), min(1.0, (middle + half) / (1 + zz))
+    zz = 1.96 ** 2
+    middle, half = k + zz / 2, (zz * k * (n - k) / max(n, 1) + zz * zz / 4) ** 0.5
+    return max(0.0, (middle - half) / (n + zz)), min(1.0, (middle + half) / (n + zz))
 
 
 def independent(records):
@@ -105,10 +103,8 @@ def share(records):
 
 def report(records):
     """Success with n and interval, the score with half its 95 % interval, success by category."""
-    columns = [*envs.CATEGORIES.values(), *envs.SHELVES.values()]
-    columns += sorted({r["category"] for r in records} - {*columns})
-    groups = {c: [r for r in records if r["category"] == c] for c in columns}
-    shares = {c: share(group) for c, group in groups.items() if group}
+    shares = {category: share([r for r in records if r["category"] == category])
+              for category in sorted({r["category"] for r in records})}
     scores, turns = (np.array([r[k] for r in records] or [0.0]) for k in ("score", "turns"))
     half = float(1.96 * scores.std() / len(scores) ** 0.5)
     return share(records) | {
@@ -141,9 +137,8 @@ def group_runs(folders, finished=False):
     for folder in map(Path, folders):
         try:
             lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
-            config, result = json.loads((folder / "config.json").read_text()), {}
-            if finished:
-                result = json.loads((folder / "eval.json").read_text())
+            config = json.loads((folder / "config.json").read_text())
+            result = json.loads((folder / "eval.json").read_text()) if finished else {}
             if not lines:
                 raise OSError("metrics.jsonl has no line yet")
         except (OSError, json.JSONDecodeError) as error:
@@ -212,27 +207,22 @@ def learned(config, key):
 def plot(folders, path):
     """Curves in a colour for each group: its seeds thin, and thick their mean over five iterations;
     of the KL it is the median, because its outliers are orders of magnitude away."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    groups = group_runs(folders)
-    fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
+    from matplotlib.figure import Figure
+    groups, fig = group_runs(folders), Figure((4 * len(PANELS), 3.2), layout="constrained")
+    axes, faint = fig.subplots(1, len(PANELS)), 0.4 if len(groups) < 4 else 0.1
     for ax, (key, title) in zip(axes, PANELS.items()):
         ax.set(title=title, xlabel="iteration")
         ax.grid(True, alpha=0.3)
         for n, (label, runs) in enumerate(groups.items()):
             curves = [[line[key] for line in run.lines] for run in runs if learned(run.config, key)]
-            faint = 1 if len(runs) == 1 else 0.4 if len(groups) < 4 else 0.1
             for curve in curves:
                 ax.plot(range(1, len(curve) + 1), curve, f"C{n}", linewidth=0.8, alpha=faint)
-            if len(curves) > 1:
-                label, shortest = f"{label}, {len(curves)} seeds", min(map(len, curves))
-                middle = np.median if key == "kl" else np.mean
-                middle = middle([curve[:shortest] for curve in curves], 0)
-                smooth = [middle[max(0, i - 2):i + 3].mean() for i in range(len(middle))]
-                ax.plot(range(1, len(smooth) + 1), smooth, f"C{n}", linewidth=2.4)
             if curves:
-                ax.lines[-1].set_label(label)
+                together = [*zip(*curves)]  # as far as the shortest goes
+                middle = (np.median if key == "kl" else np.mean)(together, 1)
+                smooth = [middle[max(0, i - 2):i + 3].mean() for i in range(len(middle))]
+                ax.plot(range(1, len(smooth) + 1), smooth, f"C{n}", linewidth=2.4,
+                        label=f"{label}, n = {len(curves)}")
     places = {f"{runs[0].config['model']} on {runs[0].config['env']}" for runs in groups.values()}
     fig.suptitle(", ".join(sorted(places)))
     axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
@@ -240,7 +230,6 @@ def plot(folders, path):
     axes[-1].set_yscale("symlog", linthresh=0.01)
     axes[-1].set_ylim(bottom=0)
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 WORDS = "env data goals context engine dtype".split()  # these two kinds of flags are train.py's too
@@ -291,10 +280,9 @@ def complete(args):
     vars(args).update({k: known.get(k) for k in WORDS + COUNTS if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
     args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
-    least = {"limit": 0, "repeats": 1, "temperature": 0, "max_new": 1, "history": 0}
-    for name in least:
-        if getattr(args, name) < least[name]:
-            raise ValueError(f"--{name} must be at least {least[name]}, got {getattr(args, name)}")
+    if min(args.limit, args.temperature, args.history) < 0 or min(args.repeats, args.max_new) < 1:
+        raise ValueError("--limit, --temperature and --history must be at least 0, --repeats and "
+                         "--max_new at least 1")
     if args.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"unknown --dtype {args.dtype!r}; known: float32, bfloat16")
     return weights
