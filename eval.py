@@ -196,17 +196,10 @@ PANELS = {"success": "success of the rollouts", "v_explained_variance": "explain
           "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
 
 
-def learned(config, key):
-    """Whether a run trains the value of a panel. Old runs of sapo-separate say critic: separate."""
-    separate = config["algo"] in ("sapo-separate", "ppo") or config.get("critic") == "separate"
-    shared = config["algo"] == "sapo" and not separate
-    trained = {"v": separate or shared and config["c_v"] > 0, "q": shared and config["c_q"] > 0}
-    return trained.get(key.split("_")[0], True)
-
-
 def plot(folders, path):
     """Curves in a colour for each group: its seeds thin, and thick their mean over five iterations;
-    of the KL it is the median, because its outliers are orders of magnitude away."""
+    of the KL it is the median, because its outliers are orders of magnitude away. What a run does
+    not have, as a baseline no V, is 0 in all its lines and is not drawn."""
     from matplotlib.figure import Figure
     groups, fig = group_runs(folders), Figure((4 * len(PANELS), 3.2), layout="constrained")
     axes, faint = fig.subplots(1, len(PANELS)), 0.4 if len(groups) < 4 else 0.1
@@ -214,7 +207,8 @@ def plot(folders, path):
         ax.set(title=title, xlabel="iteration")
         ax.grid(True, alpha=0.3)
         for n, (label, runs) in enumerate(groups.items()):
-            curves = [[line[key] for line in run.lines] for run in runs if learned(run.config, key)]
+            curves = [[line[key] for line in run.lines] for run in runs]
+            curves = [curve for curve in curves if any(curve) or key == "success"]
             for curve in curves:
                 ax.plot(range(1, len(curve) + 1), curve, f"C{n}", linewidth=0.8, alpha=faint)
             if curves:

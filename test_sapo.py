@@ -3043,20 +3043,28 @@ def test_runs_are_labelled_by_their_folders(tmp_path):
             evaluation.group_runs([*ours, a_run(tmp_path / "a" / name, 0.5, 1, **other)])
 
 
-def test_curves_are_drawn_of_values_that_were_learned():
-    def values(**config):
-        config = {"algo": "sapo", "c_v": 0.5, "c_q": 0.25} | config
-        assert evaluation.learned(config, "kl") and evaluation.learned(config, "success")
-        return "".join(v for v in "vq" if evaluation.learned(config, f"{v}_explained_variance"))
+def test_curves_are_drawn_of_what_a_run_has(tmp_path, monkeypatch):
+    """A thin curve for each seed and a thick one for all; none of values that are 0 throughout."""
+    from matplotlib.figure import Figure
+    drawn, save = {}, Figure.savefig
 
-    assert values() == "vq" and values(c_v=0) == "q" and values(c_q=0) == "v"
-    assert values(c_v=0, c_q=0) == ""
-    assert values(algo="sapo-separate") == values(algo="ppo") == "v"
-    assert {values(algo=algo) for algo in ("grpo", "rloo", "gigpo", "gigpo-nostd", "empg")} == {""}
-    old = {"c_v": 0.0, "c_q": 0.0}  # configs as they were before sapo-separate was an algorithm
-    assert values(critic="shared") == "vq" and values(critic="separate", **old) == "v"
-    assert values(algo="ppo", critic="separate", **old) == "v"
-    assert values(algo="grpo", critic="none", **old) == ""
+    def look(figure, *args, **options):
+        drawn.update({ax.get_title(): [(len(line.get_ydata()), line.get_linewidth() > 1)
+                                       for line in ax.lines] for ax in figure.axes})
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    runs = [a_run(tmp_path / f"sapo-{seed}", 0.0, 1, seed=seed) for seed in range(2)]
+    for seed in range(2):  # of different lengths
+        path = tmp_path / f"sapo-{seed}" / "metrics.jsonl"
+        lines = (read_lines(path) * 2)[:3 + seed]
+        path.write_text("".join(json.dumps(line | {"kl": 0.1, "v_explained_variance": 0.3 * n})
+                                + "\n" for n, line in enumerate(lines)))
+    evaluation.plot([*runs, a_run(tmp_path / "grpo-0", 0.5, 1, algo="grpo")], tmp_path / "c.png")
+    ours, theirs = [(3, False), (4, False), (3, True)], [(2, False), (2, True)]
+    assert [*drawn.values()] == [ours + theirs, ours, [], ours]
+    evaluation.plot([f"{HERE}/results/house-tiny-full-0"], tmp_path / "c.png")  # an old config
+    assert all(len(lines) == 2 for lines in drawn.values())
 
 
 def test_the_newest_checkpoint_of_a_run(tmp_path):
