@@ -6,20 +6,18 @@
     python eval.py --table runs/*                           the paper's table, as Markdown
     python eval.py --plot runs/house-tiny-?                 the curves of training
 
-Runs whose folders differ only in a trailing -SEED form a group, labelled by the rest of the name.
-ReAct and Reflexion stand last because they are not the method. Departure from the paper: every game
-is played once (or --repeats times); the paper's 128 draws with replacement hit about 84 games.
+Runs whose folders differ only in a trailing -SEED form a group. Departure from the paper: a game is
+played once (or --repeats times); the paper's 128 draws with replacement hit about 84 games.
 """
-import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,34 +25,46 @@ from tqdm import tqdm
 
 import envs
 from model import load
-from rollout import Sampler, rollout, uniforms
+from rollout import Response, Sampler, next_prompt, trajectories, uniforms
+from worlds.machine import (Count, Parser, Size, Weight, newest_checkpoint, one_line_errors,
+                            options_of, read_json, write_file)
 
-SIDE_BY_SIDE = 128  # games played at once, unless --rows says otherwise
-TEMPERATURE = 0.4  # the paper evaluates at this one
-EVALUATION, PROMPTED = 5, 6  # what follows (seed, 0) in a seed; train.py has 0 to 2
+SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's for evaluation
+EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
 
-def play(sampler, games, pool, *, seed=0, first=0, rows=None, history=2, title="eval", quiet=False):
-    """Plays every game once -> a record of each. `first` is the number of games[0]: random numbers
-    depend on the seed and a game's number alone, so ranks can share the games of an evaluation."""
-    with tqdm(total=len(games), desc=title, disable=quiet, leave=False) as bar:
-        turns = rollout(sampler, games, pool, seed=(seed, 0, EVALUATION), history=history, bar=bar,
-                        trajs=range(first, first + len(games)), rows=rows or SIDE_BY_SIDE)
-    trajs = [list(traj) for _, traj in itertools.groupby(turns, lambda turn: turn.traj)]
-    said = [[(turn.text, turn.action, not turn.invalid) for turn in traj] for traj in trajs]
-    return [record(pool.env, vars(traj[-1]), texts) for traj, texts in zip(trajs, said)]
+def play(sampler, games, pool, *, style="plain", seed=0, rows=None, history=2, quiet=False):
+    """Plays {number: game} and yields (number, record) of an episode as soon as it is over. Random
+    numbers depend on seed, number and attempt alone, so ranks can share the games. Reflexion tries
+    a game up to TRIALS times, each time with the lessons that the model wrote after failures."""
+    lessons, rows = {number: [] for number in games}, rows or SIDE_BY_SIDE
+    prompts = None if style == "plain" else (
+        lambda number, turns, episode: react(turns, episode, lessons[number]))
+    for trial in range(TRIALS if style == "reflexion" else 1):
+        stream, failed = (seed, 0, EVALUATION + trial), {}
+        over = trajectories(sampler, [*games.values()], pool, trajs=games, rows=rows, seed=stream,
+                            history=history, prompts=prompts)
+        for number, turns, episode in tqdm(over, "again" if trial else "eval", len(games),
+                                           disable=quiet, leave=False):
+            about = {"trials": trial + 1, "lessons": [*lessons[number]]} if prompts else {}
+            yield number, record(pool.env, games[number], turns, episode) | about
+            if not episode.info["won"]:
+                failed[number] = turns, episode
+        games = {number: games[number] for number in failed}
+        if trial + 1 < TRIALS and style == "reflexion":
+            reflect(sampler, failed, lessons, rows, stream)
 
 
-def record(env, end, said):
-    """An episode as it is written down. `end` tells how it ended; `said` has each turn's response,
-    its action, and whether the response was valid."""
-    texts, actions, valid = zip(*said) if said else ((), (), (0,))
-    return {"task": end["task"], "category": env.categories.get(end["category"], end["category"]),
-            "won": end["won"], "score": end["score"], "turns": len(said),
-            "truncated": end["truncated"], "outgrown": end["outgrown"],
-            "valid_actions": float(np.mean(valid)), "actions": [*actions], "responses": [*texts]}
+def record(env, game, turns, episode):
+    """An episode as it is written down. Without a turn, its first prompt did not fit."""
+    info, cut = episode.info, not turns
+    return {"task": game, "category": env.categories.get(info["category"], info["category"]),
+            "won": info["won"], "score": info["score"], "turns": len(turns),
+            "truncated": cut or turns[-1].truncated, "outgrown": cut or turns[-1].outgrown,
+            "valid_actions": float(np.mean([not turn.invalid for turn in turns] or [0])),
+            "actions": [turn.action for turn in turns], "responses": [turn.text for turn in turns]}
 
 
 def spaced(ids, limit):
@@ -64,11 +74,9 @@ def spaced(ids, limit):
 
 def wilson(k, n):
     """The 95 % interval of a share k / n; the usual p ± 1.96 σ is too narrow near 0 and 1."""
-    if n == 0:
-        return 0.0, 1.0
-    p, zz = k / n, 1.96 ** 2 / n
-    middle, half = p + zz / 2, (zz * p * (1 - p) + zz * zz / 4) ** 0.5
-    return max(0.0, (middle - half) / (1 + zz)), min(1.0, (middle + half) / (1 + zz))
+    zz = 1.96 ** 2
+    middle, half = k + zz / 2, (zz * k * (n - k) / max(n, 1) + zz * zz / 4) ** 0.5
+    return max(0.0, (middle - half) / (n + zz)), min(1.0, (middle + half) / (n + zz))
 
 
 def independent(records):
@@ -89,24 +97,22 @@ def share(records):
 
 def report(records):
     """Success with n and interval, the score with half its 95 % interval, success by category."""
-    columns = [*envs.CATEGORIES.values(), *envs.SHELVES.values()]
-    columns += sorted({r["category"] for r in records} - {*columns})
-    groups = {c: [r for r in records if r["category"] == c] for c in columns}
-    shares = {c: share(group) for c, group in groups.items() if group}
-    scores, turns = (np.array([r[k] for r in records] or [0.0]) for k in ("score", "turns"))
-    half = float(1.96 * scores.std() / len(scores) ** 0.5)
+    shares = {category: share([r for r in records if r["category"] == category])
+              for category in sorted({r["category"] for r in records})}
+    scores = np.array([r["score"] for r in records] or [0.0])
     return share(records) | {
-        "score": float(scores.mean()), "score_half": half,
+        "score": float(scores.mean()),
+        "score_half": float(1.96 * scores.std() / len(scores) ** 0.5),
         "success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
-        "turns": float(turns.mean())}
+        "turns": float(np.mean([r["turns"] for r in records] or [0.0]))}
 
 
 def table(reports, env):
     """{title: report} -> a line of text for each, in the paper's columns for the environment."""
     names, width = list(env.categories.values()), max(map(len, reports)) + 2
-    heads = "".join(f"{name:>8}" for name in [*names, "All"]) + "     n   95 %"
-    graded = "        Score        Success     n   ± half a 95 % interval"
-    lines = [" " * width + (graded if env.graded else heads)]
+    lines = ["".join(f"{name:>8}" for name in [*names, "All"]) + "     n   95 %"]
+    if env.graded:
+        lines = ["        Score        Success     n   ± half a 95 % interval"]
     for title, r in reports.items():
         (low, high), won = 100 * np.array(r["interval"]), r["success_by_category"]
         row = "".join(f"{100 * won[c]:8.1f}" if c in won else f"{'-':>8}" for c in names)
@@ -114,8 +120,8 @@ def table(reports, env):
         if env.graded:
             row = (f"{100 * r['score']:6.1f} ± {100 * r['score_half']:4.1f}"
                    f"{100 * r['success']:8.1f} ± {(high - low) / 2:4.1f}{r['n']:6}")
-        lines.append(f"{title:{width}}{row}")
-    return "\n".join(lines)
+        lines.append(row)
+    return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
 def group_runs(folders, finished=False):
@@ -125,19 +131,17 @@ def group_runs(folders, finished=False):
     for folder in map(Path, folders):
         try:
             lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
-            config, result = json.loads((folder / "config.json").read_text()), {}
-            if finished:
-                result = json.loads((folder / "eval.json").read_text())
+            config = json.loads((folder / "config.json").read_text())
+            result = json.loads((folder / "eval.json").read_text()) if finished else {}
             if not lines:
                 raise OSError("metrics.jsonl has no line yet")
         except (OSError, json.JSONDecodeError) as error:
             print(f"left out: {folder} is no run, or not finished: {error}", file=sys.stderr)
             continue
-        if (folder / "cost.json").is_file():  # the first runs have none
-            result |= json.loads((folder / "cost.json").read_text())
+        result |= read_json(folder / "cost.json")  # the first runs have none
         runs = groups.setdefault(re.sub(r"-\d+$", "", os.path.relpath(folder, parent)), [])
-        env, seed = config["env"], config["seed"]
-        if any(other.config["seed"] == seed or other.config["env"] != env for other in runs):
+        if any(r.config["seed"] == config["seed"] or r.config["env"] != config["env"]
+               for r in runs):
             raise ValueError(f"{folder}: a run of its name has the same --seed or another --env")
         runs.append(SimpleNamespace(config=config, lines=lines, result=result))
     if not groups:
@@ -155,8 +159,8 @@ def table_row(label, runs, columns, when=""):
     when: "_before" for the start of training, which has cost nothing."""
     cells = [label, str(len(runs))]
     for column, key in columns.items():
-        by_category = [run.result[f"success{when}_by_category"].get(column) for run in runs]
-        shares = [run.result.get(key.format(when)) for run in runs] if key else by_category
+        shares = [run.result.get(key.format(when)) if key else
+                  run.result[f"success{when}_by_category"].get(column) for run in runs]
         cells.append(mean_std([100 * x for x in shares if x is not None]))
     seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
     tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in run.lines) / 1e6
@@ -185,38 +189,26 @@ PANELS = {"success": "success of the rollouts", "v_explained_variance": "explain
           "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
 
 
-def learned(config, key):
-    """Whether a run trains the value of a panel. Old runs of sapo-separate say critic: separate."""
-    separate = config["algo"] in ("sapo-separate", "ppo") or config.get("critic") == "separate"
-    shared = config["algo"] == "sapo" and not separate
-    trained = {"v": separate or shared and config["c_v"] > 0, "q": shared and config["c_q"] > 0}
-    return trained.get(key.split("_")[0], True)
-
-
 def plot(folders, path):
-    """Curves in a colour for each group: its seeds thin, and thick their mean over five iterations;
-    of the KL it is the median, because its outliers are orders of magnitude away."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    groups = group_runs(folders)
-    fig, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
+    """Curves in a colour for each group: its seeds thin, and thick their mean over five iterations
+    (of the KL the median, because of its outliers). What is 0 in all lines of a run, as V of a
+    baseline, is not drawn."""
+    from matplotlib.figure import Figure
+    groups, fig = group_runs(folders), Figure((4 * len(PANELS), 3.2), layout="constrained")
+    axes, faint = fig.subplots(1, len(PANELS)), 0.4 if len(groups) < 4 else 0.1
     for ax, (key, title) in zip(axes, PANELS.items()):
         ax.set(title=title, xlabel="iteration")
         ax.grid(True, alpha=0.3)
         for n, (label, runs) in enumerate(groups.items()):
-            curves = [[line[key] for line in run.lines] for run in runs if learned(run.config, key)]
-            faint = 1 if len(runs) == 1 else 0.4 if len(groups) < 4 else 0.1
+            curves = [[line[key] for line in run.lines] for run in runs]
+            curves = [curve for curve in curves if any(curve) or key == "success"]
             for curve in curves:
                 ax.plot(range(1, len(curve) + 1), curve, f"C{n}", linewidth=0.8, alpha=faint)
-            if len(curves) > 1:
-                label, shortest = f"{label}, {len(curves)} seeds", min(map(len, curves))
-                middle = np.median if key == "kl" else np.mean
-                middle = middle([curve[:shortest] for curve in curves], 0)
-                smooth = [middle[max(0, i - 2):i + 3].mean() for i in range(len(middle))]
-                ax.plot(range(1, len(smooth) + 1), smooth, f"C{n}", linewidth=2.4)
             if curves:
-                ax.lines[-1].set_label(label)
+                middle = (np.median if key == "kl" else np.mean)([*zip(*curves)], 1)
+                smooth = [middle[max(0, i - 2):i + 3].mean() for i in range(len(middle))]
+                ax.plot(range(1, len(smooth) + 1), smooth, f"C{n}", linewidth=2.4,
+                        label=f"{label}, n = {len(curves)}")
     places = {f"{runs[0].config['model']} on {runs[0].config['env']}" for runs in groups.values()}
     fig.suptitle(", ".join(sorted(places)))
     axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
@@ -224,37 +216,32 @@ def plot(folders, path):
     axes[-1].set_yscale("symlog", linthresh=0.01)
     axes[-1].set_ylim(bottom=0)
     fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
-WORDS = "env data goals context engine dtype".split()  # these two kinds of flags are train.py's too
-COUNTS = "rows horizon history max_new max_prompt max_context places objects workers".split()
+SHARED = {"env": str, "data": str, "goals": str, "context": Literal["window", "full"],
+          "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"], "rows": Size,
+          "horizon": Size, "history": Count, "max_new": Size, "max_prompt": Size,
+          "max_context": Size, "places": Size, "objects": Size, "workers": Count}  # train.py's too
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--model", help="a run, a model folder, a hub id or a bare name; tiny: an untrained model")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
-    add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
-    add("--repeats", type=int, default=1, help="how often every game is played")
-    add("--temperature", type=float, default=TEMPERATURE, help="0 is greedy")
-    add("--seed", type=int, default=0)
+    add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
+    add("--repeats", type=Size, default=1, help="how often every game is played")
+    add("--temperature", type=Weight, default=TEMPERATURE, help="0 is greedy")
+    add("--seed", type=Count, default=0)
     add("--out", help="NAME.json or a folder (default: eval-SPLIT.json in the run, or eval.json)")
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
         "training; react: all thoughts and turns; reflexion: several attempts with lessons")
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server; its key in OPENAI_API_KEY")
-    for name in WORDS + COUNTS:
-        add(f"--{name}", type=int if name in COUNTS else str, help="default: the run's")
+    for name, kind in SHARED.items():
+        add(f"--{name}", help="default: the run's", **options_of(kind))
     add("--plot", nargs="+", metavar="RUN", help="only draw their curves (--out, curves.png)")
     add("--table", nargs="+", metavar="RUN", help="only print the paper's table of finished runs")
     return parser
-
-
-def newest_checkpoint(run):
-    """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
-    whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
-    return max(whole, key=lambda path: int(path.name[11:]), default=None)
 
 
 def complete(args):
@@ -270,43 +257,36 @@ def complete(args):
     known |= json.loads(config.read_text()) if weights else {}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
-    if args.prompt != "plain":
-        known["max_prompt"] = 8192  # a whole episode of ALFWorld fits
-    if args.prompt != "plain" or args.endpoint:
-        args.context = "window"  # a prompted model is shown its past anew in every turn
-    vars(args).update({k: known.get(k) for k in WORDS + COUNTS if getattr(args, k) is None})
+    if args.prompt != "plain":  # the past is shown anew in every turn, a whole one of ALFWorld fits
+        args.context, known["max_prompt"] = "window", 8192
+    vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
-    least = {"limit": 0, "repeats": 1, "temperature": 0, "max_new": 1, "history": 0}
-    for name in least:
-        if getattr(args, name) < least[name]:
-            raise ValueError(f"--{name} must be at least {least[name]}, got {getattr(args, name)}")
-    if args.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"unknown --dtype {args.dtype!r}; known: float32, bfloat16")
+    args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
     return weights
 
 
 def play_all(args, sampler, games, pool, path):
-    """Plays the games --repeats times -> records. Each is written down as soon as it is known, so
-    that an hour of an endpoint's answers survives a failure."""
-    records, rows = {}, args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
-    for n in range(args.repeats):
-        if args.prompt == "plain" and not args.endpoint:
-            played = play(sampler, games, pool, seed=args.seed + n, rows=rows,
-                          history=args.history, title=f"{args.env} {args.split}")
-        else:
-            answers = Local(sampler, rows, args.seed + n) if sampler else Endpoint(
-                args.endpoint, args.model, args.temperature, args.max_new, rows, args.max_prompt)
-            played = play_prompted(answers, games, pool, args.prompt, history=args.history)
-        with open(path, "a" if n else "w") as file:
-            for r in played:
-                print(json.dumps({"repeat": n} | r), file=file, flush=True)
-                records[n, r["task"]] = r  # the last attempt at a game counts
-    return [records[n, game] for n in range(args.repeats) for game in games]
+    """Plays the games --repeats times -> the last attempts' records. Each is written to PATH.new as
+    soon as it is known, so that an hour of an endpoint's answers survives a failure."""
+    records, new = [], Path(f"{path}.new")
+    try:
+        with open(new, "w") as file:
+            for n in range(args.repeats):
+                for _, r in play(sampler, dict(enumerate(games)), pool, style=args.prompt,
+                                     seed=args.seed + n, rows=args.rows, history=args.history):
+                    records.append({"repeat": n} | r)
+                    print(json.dumps(records[-1]), file=file, flush=True)
+    except (ValueError, envs.GameError) as error:
+        raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}") from error
+    records.sort(key=lambda r: (r["repeat"], games.index(r["task"])))  # now they are in any order
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    new.unlink()
+    return [*{(r["repeat"], r["task"]): r for r in records}.values()]
 
 
 def evaluate(args):
     """Plays the split with --model, writes the report and prints its table."""
-    weights, sampler = complete(args), None
+    weights = complete(args)
     env, options = envs.known(args.env), envs.options_for(vars(args))
     args.split, args.goals = args.split or env.held_out[0], options.get("goals")
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
@@ -315,27 +295,29 @@ def evaluate(args):
     out = args.out or (f"{args.model}/eval-{'-'.join(kinds)}.json" if weights else "eval.json")
     out = Path(out) if out.endswith(".json") else Path(out, "eval.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not args.endpoint:
+    if args.endpoint:
+        sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new, args.rows,
+                           args.max_prompt)
+    else:
         lm = load(str(weights or args.model), words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
                           max_prompt=args.max_prompt, max_context=args.max_context)
     workers = envs.default_workers(args.env) if args.workers is None else args.workers
     with contextlib.closing(envs.Pool(args.env, options, workers)) as pool:
         records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))
-    about = ("model", "prompt", "env", "goals", "split", "temperature", "repeats")
+    about = "model prompt env goals split temperature repeats".split()
     result = report(records) | {name: getattr(args, name) for name in about}
-    out.write_text(json.dumps(result, indent=1))
+    write_file(out, json.dumps(result, indent=1))
     title = f"{Path(args.model).name}, {', '.join(kinds)}, T = {args.temperature:g}"
     print(table({title: result}, env))
     if outgrown := sum(r["outgrown"] for r in records):
-        print(f"{outgrown} of {len(records)} episodes ended early: the next prompt would not fit "
-              "(--max_prompt, --max_context)")
+        print(f"{outgrown} of {len(records)} episodes outgrew --max_prompt or --max_context")
     print(f"wrote {out}")
 
 
 def main():
-    args = make_parser().parse_args()
-    try:
+    with one_line_errors("eval.py", envs.GameError):
+        args = make_parser().parse_args()
         if args.table:
             print(paper_table(args.table))
         elif args.plot:
@@ -343,8 +325,6 @@ def main():
             print(f"wrote {args.out or 'curves.png'}")
         else:
             evaluate(args)
-    except (ValueError, OSError, ImportError, envs.GameError) as error:
-        sys.exit(f"eval.py: {error}")
 
 
 # ----------------------------------------------------------------------------- prompted models
@@ -357,49 +337,60 @@ REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{t
            "{obs}\n\nYou did not succeed. In a few sentences, tell yourself what went wrong and "
            "what to do differently in your next attempt.")
 TRIALS = 3  # attempts at a game in Reflexion
-RETRIES = 6  # of a request that an endpoint is too busy to answer
 
 
-class Local:
-    """Answers of a model on this machine. The keys (game, turn) decide the random numbers."""
+def react(turns, episode, lessons, template=REACT):
+    """Prompts with all thoughts and turns (ReAct, arXiv 2210.03629), then with fewer of the oldest;
+    and with lessons (Reflexion, arXiv 2303.11366)."""
+    told, fields = "", episode.now(episode.info["admissible"])
+    if lessons:
+        told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in lessons))
+    past = [f"Observation: {episode.shown(turn.seen)}\nThought: {thought_of(turn.text)}\n"
+            f"Action: {turn.action}\n" for turn in turns]
+    for n in range(len(past) + 1):
+        yield template.format(**fields, lessons=told, trace="".join(past[n:]))
 
-    def __init__(self, sampler, rows, seed):
-        self.sampler, self.rows, self.seed = sampler, rows, (seed, 0, PROMPTED)
 
-    def fits(self, text):
-        return len(self.sampler.lm.chat.first(text)) <= self.sampler.limit
+def thought_of(text):
+    """What stands between the think tags, or before the action."""
+    found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
+             or re.match("(.*?)<action>", text, re.I | re.S))
+    return " ".join(found[1].split()) if found else ""
 
-    def __call__(self, texts, keys):
-        lm, out = self.sampler.lm, []
-        for n in range(0, len(texts), self.rows):
-            prompts = [lm.chat.first(text) for text in texts[n:n + self.rows]]
-            u = [uniforms(self.seed, *key, self.sampler.max_new) for key in keys[n:n + self.rows]]
-            out += [lm.text(r.ids) for r in self.sampler(range(len(u)), prompts, u)]
-        return out
+
+def reflect(sampler, failed, lessons, rows, seed):
+    """Adds to the lessons what the model says of its failures, where a prompt fits."""
+    asked = []
+    for number, (turns, episode) in failed.items():
+        prompts = react(turns, episode, lessons[number], REFLECT)
+        ids = next_prompt(sampler.lm, prompts, [], sampler.limit)[1]
+        if len(ids) <= sampler.limit:
+            asked.append((number, ids, uniforms(seed, number, len(turns), sampler.max_new)))
+    while asked or sampler.busy:
+        while asked and sampler.busy < rows:
+            sampler.add(*asked.pop())
+        for number, response in sampler.run():
+            lessons[number].append(sampler.lm.text(response.ids))
 
 
 class Endpoint:
-    """Answers of an OpenAI-compatible server. Its client asks again where the server is busy."""
+    """An OpenAI-compatible server in the place of a Sampler: requests are under way in threads, and
+    the tokens are characters. Its client asks again where the server is busy."""
+
+    context = "window"
+    lm = SimpleNamespace(chat=SimpleNamespace(first=list), text="".join)
 
     def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
-        try:
-            import openai
-        except ImportError:
-            raise ValueError("--endpoint needs a client: pip install openai") from None
+        import openai
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
-        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=300)
+        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=6, timeout=300)
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
-        self.url, self.at_once, self.limit = url, at_once, 4 * max_prompt
         self.errors = (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError)
-
-    def fits(self, text):
-        return len(text) <= self.limit  # a token has about four letters
-
-    def __call__(self, texts, keys):
-        with ThreadPoolExecutor(self.at_once) as threads:
-            return list(threads.map(self.ask, texts))
+        self.url, self.max_new = url, max_new
+        self.limit = 4 * max_prompt  # a token has about four letters
+        self.threads, self.open, self.steps = ThreadPoolExecutor(at_once), {}, 0
 
     def ask(self, text):
         chat = [{"role": "user", "content": text}]
@@ -414,77 +405,25 @@ class Endpoint:
             why = f"{'OPENAI_API_KEY is missing or refused: ' if refused else ''}{error!r}"
         raise ValueError(f"{self.url}: {' '.join(why.split())[:300]}")
 
+    @property
+    def busy(self):
+        return len(self.open)
 
-def ask(answers, attempts, style, history, turn=None, template=REACT):
-    """Asks with as much of the past as fits: in plain as in training, else with all thoughts and
-    turns (ReAct, arXiv 2210.03629) and lessons (Reflexion, arXiv 2303.11366). -> [(attempt,
-    response)] of those for which any prompt fits."""
-    asked = []
-    for a in attempts:
-        told, fields = "", a.episode.now(a.episode.info["admissible"])
-        if a.lessons:
-            told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in a.lessons))
-        traces = ("".join(a.past[n:]) for n in range(len(a.past) + 1))
-        texts = (template.format(**fields, lessons=told, trace=trace) for trace in traces)
-        if style == "plain":
-            texts = (a.episode.window_prompt(k) for k in range(history, -1, -1))
-        asked += [(a, text) for text in itertools.islice(filter(answers.fits, texts), 1)]
-    keys = [(a.game, 1000 * a.trial + (len(a.said) if turn is None else turn)) for a, _ in asked]
-    return [(a, said) for (a, _), said in zip(asked, answers([text for _, text in asked], keys))]
+    def add(self, name, letters, u):
+        self.open[self.threads.submit(self.ask, "".join(letters))] = name
 
+    def run(self, steps=None):
+        """The answers that are there. It waits for one unless a game is asked (`steps`)."""
+        done, _ = wait(self.open, None if steps is None else 0, FIRST_COMPLETED)
+        self.steps += steps or 0
+        return [(self.open.pop(request), Response(list(request.result()), [], 0.0, 0.0))
+                for request in done]
 
-def thought_of(text):
-    """What stands between the think tags, or before the action."""
-    found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
-             or re.match("(.*?)<action>", text, re.I | re.S))
-    return " ".join(found[1].split()) if found else ""
+    def forget(self):
+        self.open = {}
 
-
-def play_attempts(attempts, answers, pool, style, history):
-    """Plays attempts side by side and yields (attempt, truncated, outgrown) as each ends."""
-    while attempts:
-        spoken = ask(answers, attempts, style, history)
-        games = [a.game for a, _ in spoken]
-        for a in [a for a in attempts if a.game not in games]:
-            pool.drop(a.game)
-            yield a, True, True
-        for a, text in spoken:
-            a.said.append((text, *envs.parse_action(text, pool.env.fallback)))
-            obs, action = a.episode.shown(a.episode.obs), a.said[-1][1]
-            a.past.append(f"Observation: {obs}\nThought: {thought_of(text)}\nAction: {action}\n")
-            pool.step(a.game, action)
-        attempts = []
-        for (a, _), (obs, _, terminated, truncated, info) in zip(spoken, pool.gather(games)):
-            a.episode.took(a.said[-1][1], obs, info)
-            if terminated or truncated:
-                yield a, truncated, False
-            else:
-                attempts.append(a)
-
-
-def play_prompted(answers, games, pool, style, *, history=2, quiet=False):
-    """Plays every game and yields a record of each attempt as it ends. Reflexion tries a game up to
-    TRIALS times, each time with the lessons that the model wrote after its failures."""
-    left, lessons = [*range(len(games))], [[] for _ in games]
-    for trial in range(TRIALS if style == "reflexion" else 1):
-        numbers, left = left, []
-        for some in (numbers[n:n + SIDE_BY_SIDE] for n in range(0, len(numbers), SIDE_BY_SIDE)):
-            for i in some:
-                pool.start(i, games[i])
-            episodes = [pool.env.episode(*first) for first in pool.gather(some)]
-            attempts = [SimpleNamespace(game=i, trial=trial, episode=e, said=[], past=[],
-                                        lessons=[*lessons[i]]) for i, e in zip(some, episodes)]
-            bar = tqdm(play_attempts(attempts, answers, pool, style, history), leave=False,
-                       desc=f"{style}, attempt {trial + 1}", total=len(some), disable=quiet)
-            for a, truncated, outgrown in bar:
-                end = {"task": games[a.game], "truncated": truncated, "outgrown": outgrown}
-                yield (record(pool.env, a.episode.info | end, a.said)
-                       | {"trials": trial + 1, "lessons": a.lessons})
-            failed = [a for a in attempts if not a.episode.info["won"]]
-            left += [a.game for a in failed]
-            if style == "reflexion" and trial + 1 < TRIALS:
-                for a, lesson in ask(answers, failed, style, history, 999, REFLECT):
-                    lessons[a.game].append(lesson)
+    def drop(self, name):
+        pass
 
 
 if __name__ == "__main__":

@@ -525,65 +525,64 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def next_prompt(lm, episode, context, history, sequence, limit):
-    """-> (text, its new ids, the whole sequence to continue). In `window` the history is shortened
-    until at most `limit` tokens are left; `full` appends to the sequence so far."""
+def prompts_of(episode, context, history):
+    """The texts that a turn may begin with, from the longest to the shortest."""
     if context == "full":
-        text = episode.full_prompt()
-        ids = lm.chat.later(text, sequence[-1]) if sequence else lm.chat.first(text)
-        return text, ids, sequence + ids
-    for k in range(history, -1, -1):
-        text = episode.window_prompt(k)
-        ids = lm.chat.first(text)
-        if len(ids) <= limit:
+        return [episode.full_prompt()]
+    return (episode.window_prompt(k) for k in range(history, -1, -1))
+
+
+def next_prompt(lm, texts, before, limit):
+    """-> (text, its ids) of the first text that fits behind the ids `before`, else of the last."""
+    for text in texts:
+        ids = lm.chat.later(text, before[-1]) if before else lm.chat.first(text)
+        if len(before) + len(ids) <= limit:
             break
-    return text, ids, ids
+    return text, ids
 
 
 ANSWER_STEPS = 8  # decoding steps a game has to answer before it is waited for
 AHEAD = 16  # games loaded ahead of their turn
 
 
-def play(traj, task, sampler, pool, seed, history, turns):
-    """One trajectory, as a coroutine. It asks the game or the model, yields "game" or "model" to
-    say which, and is sent the answer; it yields None when it is over. It adds to `turns`."""
+def play(traj, task, sampler, pool, seed, prompts):
+    """One trajectory, as a coroutine. It asks the game or the model, yields None, and is sent the
+    answer; when it is over it yields (its turns, its episode)."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
 
     pool.start(traj, task)
-    episode = pool.env.episode(*(yield "game"))
-    lm, sequence = sampler.lm, []
+    episode = pool.env.episode(*(yield))
+    lm, turns, before = sampler.lm, [], []
     while not (turns and turns[-1].done):
-        prompt, prompt_ids, sequence = next_prompt(lm, episode, sampler.context, history, sequence,
-                                                   sampler.limit)
-        if len(sequence) > sampler.limit:
-            if not turns:
-                raise ValueError(
-                    f"the first prompt of {task} has {len(sequence)} tokens and only "
-                    f"{sampler.limit} fit beside a response of {sampler.max_new}: lower --max_new, "
-                    "raise --max_prompt or --max_context, or take a model with a longer context")
-            turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
+        prompt, ids = next_prompt(lm, prompts(traj, turns, episode), before, sampler.limit)
+        if len(before) + len(ids) > sampler.limit:
+            if turns:
+                turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
             pool.drop(traj)
             break
-        sampler.add(traj, sequence, uniforms(seed, traj, len(turns), sampler.max_new))
-        response = yield "model"
-        sequence, text = sequence + response.ids, lm.text(response.ids)
+        sampler.add(traj, before + ids, uniforms(seed, traj, len(turns), sampler.max_new))
+        response = yield
+        if sampler.context == "full":
+            before = before + ids + response.ids
+        text = lm.text(response.ids)
         action, valid = parse_action(text, pool.env.fallback)
         pool.step(traj, action)
-        obs, reward, terminated, truncated, info = yield "game"
+        obs, reward, terminated, truncated, info = yield
         turns.append(Turn(
-            traj=traj, turn=len(turns), task=task, prompt_ids=prompt_ids, action_ids=response.ids,
+            traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=float(reward),
             done=terminated or truncated, truncated=truncated, invalid=not valid,
             admissible=episode.accepts(action), won=info["won"], score=info["score"],
             category=info["category"], prompt=prompt, text=text, action=action, seen=episode.obs))
         episode.took(action, obs, info)
     sampler.drop(traj)
-    yield None
+    yield turns, episode
 
 
-def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2, bar=None):
-    """Plays every task once, `rows` of them side by side (default: all) -> the turns of all
-    trajectories, in order of trajectory and turn.
+def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2,
+                 prompts=None):
+    """Plays every task once, `rows` of them side by side (default: all), and yields (traj, turns,
+    episode) of each trajectory as soon as it is over.
 
     A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
     compute than rows are decoded, and is waited for if need be. What is decoded together thus
@@ -591,39 +590,46 @@ def rollout(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2
     the same weights a rollout repeats to the last bit.
 
     `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers.
-    An episode whose next prompt does not fit the sampler ends as truncated; ValueError where not
-    even the first one fits. `bar` is a tqdm bar with one tick for each game."""
-    waiting = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks))
-    turns, plays = {traj: [] for traj, _ in waiting}, {}
+    prompts(traj, turns, episode) may give other texts than `prompts_of`. An episode whose next
+    prompt does not fit the sampler ends as truncated, and without a turn if it was the first."""
+    prompts = prompts or (
+        lambda traj, turns, episode: prompts_of(episode, sampler.context, history))
+    waiting, plays = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks)), {}
     thinking = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
-
-    def begin():
-        traj, task = waiting.popleft()
-        plays[traj] = play(traj, task, sampler, pool, seed, history, turns[traj])
-        next(plays[traj])  # it starts its game
-        thinking.append((traj, sampler.steps))
-
     sampler.forget()
-    for _ in range(min(rows or len(waiting), len(waiting))):
-        begin()
-    pool.load([task for _, task in list(waiting)[:AHEAD]])
-    while thinking or sampler.busy:
-        most_think, due = len(thinking) > sampler.busy, []
-        while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
-            due.append(thinking.popleft()[0])
-        for traj, answer in zip(due, pool.gather(due)):
-            if plays[traj].send(answer) is None:  # the trajectory is over
-                if bar is not None:
-                    bar.update()
-                if waiting:
-                    begin()
-                    pool.load([task for _, task in list(waiting)[AHEAD - 1:AHEAD]])
+    while waiting or plays:
+        while waiting and len(plays) < (rows or len(tasks)):
+            traj, task = waiting.popleft()
+            plays[traj] = play(traj, task, sampler, pool, seed, prompts)
+            next(plays[traj])  # it starts its game
+            thinking.append((traj, sampler.steps))
+        pool.load([task for _, task in list(waiting)[:AHEAD]])
         steps = thinking[0][1] + ANSWER_STEPS - sampler.steps if thinking else None
         for traj, response in sampler.run(steps):
             plays[traj].send(response)  # it acts
             thinking.append((traj, sampler.steps))
-    sampler.forget()
-    return [turn for traj in turns for turn in turns[traj]]
+        most_think, due = len(thinking) > sampler.busy, []
+        while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
+            due.append(thinking.popleft()[0])
+        for traj, answer in zip(due, pool.gather(due)):
+            over = plays[traj].send(answer)
+            if over:
+                del plays[traj]
+                yield traj, *over
+
+
+def rollout(sampler, tasks, pool, **options):
+    """Plays every task as `trajectories` does -> all turns, in order of trajectory and turn.
+    ValueError where not even the first prompt of a task fits."""
+    turns = []
+    for _, played, episode in trajectories(sampler, tasks, pool, **options):
+        if not played:
+            raise ValueError(
+                f"the first prompt of {episode.info['task']!r} has more than the {sampler.limit} "
+                f"tokens that fit beside a response of {sampler.max_new}: lower --max_new, raise "
+                "--max_prompt or --max_context, or take a model with a longer context")
+        turns += played
+    return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
 
 def main():

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections import Counter
@@ -2573,7 +2574,7 @@ def test_scores_reach_the_records_and_the_report(tmp_path, monkeypatch):
         said, pool = iter(plan), Pool("webshop", {"data": data})
         monkeypatch.setattr(envs, "parse_action", lambda text, fallback: (next(said), True))
         sampler = Sampler(random_model("qwen2"), "kv", "window", 4, max_prompt=4096)
-        record, = evaluation.play(sampler, [task], pool, quiet=True)
+        (_, record), = evaluation.play(sampler, {0: task}, pool, quiet=True)
         assert (record["won"], record["score"]) == (knows, 1.0 if knows else 0.5)
         assert (record["category"], record["turns"]) == ("Fashion", len(plan))
         assert evaluation.report([record])["score"] == record["score"]
@@ -2912,20 +2913,28 @@ def test_runs_are_labelled_by_their_folders(tmp_path):
             evaluation.group_runs([*ours, a_run(tmp_path / "a" / name, 0.5, 1, **other)])
 
 
-def test_curves_are_drawn_of_values_that_were_learned():
-    def values(**config):
-        config = {"algo": "sapo", "c_v": 0.5, "c_q": 0.25} | config
-        assert evaluation.learned(config, "kl") and evaluation.learned(config, "success")
-        return "".join(v for v in "vq" if evaluation.learned(config, f"{v}_explained_variance"))
+def test_curves_are_drawn_of_what_a_run_has(tmp_path, monkeypatch):
+    """A thin curve for each seed and a thick one for all; none of values that are 0 throughout."""
+    from matplotlib.figure import Figure
+    drawn, save = {}, Figure.savefig
 
-    assert values() == "vq" and values(c_v=0) == "q" and values(c_q=0) == "v"
-    assert values(c_v=0, c_q=0) == ""
-    assert values(algo="sapo-separate") == values(algo="ppo") == "v"
-    assert {values(algo=algo) for algo in ("grpo", "rloo", "gigpo", "gigpo-nostd", "empg")} == {""}
-    old = {"c_v": 0.0, "c_q": 0.0}  # configs as they were before sapo-separate was an algorithm
-    assert values(critic="shared") == "vq" and values(critic="separate", **old) == "v"
-    assert values(algo="ppo", critic="separate", **old) == "v"
-    assert values(algo="grpo", critic="none", **old) == ""
+    def look(figure, *args, **options):
+        drawn.update({ax.get_title(): [(len(line.get_ydata()), line.get_linewidth() > 1)
+                                       for line in ax.lines] for ax in figure.axes})
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    runs = [a_run(tmp_path / f"sapo-{seed}", 0.0, 1, seed=seed) for seed in range(2)]
+    for seed in range(2):  # of different lengths
+        path = tmp_path / f"sapo-{seed}" / "metrics.jsonl"
+        lines = (read_lines(path) * 2)[:3 + seed]
+        path.write_text("".join(json.dumps(line | {"kl": 0.1, "v_explained_variance": 0.3 * n})
+                                + "\n" for n, line in enumerate(lines)))
+    evaluation.plot([*runs, a_run(tmp_path / "grpo-0", 0.5, 1, algo="grpo")], tmp_path / "c.png")
+    ours, theirs = [(3, False), (4, False), (3, True)], [(2, False), (2, True)]
+    assert [*drawn.values()] == [ours + theirs, ours, [], ours]
+    evaluation.plot([f"{HERE}/results/house-tiny-full-0"], tmp_path / "c.png")  # an old config
+    assert all(len(lines) == 2 for lines in drawn.values())
 
 
 def test_the_newest_checkpoint_of_a_run(tmp_path):
@@ -2936,36 +2945,46 @@ def test_the_newest_checkpoint_of_a_run(tmp_path):
 
 
 class Knowing:
-    """A prompted model that asks the house's expert, in some attempts; it keeps its prompts."""
+    """A sampler that asks the house's expert, but only looks around in the first wins[i] attempts
+    at game i. It keeps what it is asked: (game, attempt, turn, prompt)."""
+
+    context, max_new, steps, lm = "window", 4, 0, evaluation.Endpoint.lm
 
     def __init__(self, games, wins, limit=10 ** 9):
-        self.games, self.wins, self.limit, self.asked, self.envs = games, wins, limit, [], {}
+        self.games, self.wins, self.limit = games, wins, limit
+        self.asked, self.said, self.trial, self.turn, self.envs = [], [], Counter(), Counter(), {}
 
-    def fits(self, text):
-        return len(text) <= self.limit
+    busy = property(lambda self: len(self.said))
 
-    def __call__(self, texts, keys):
-        out = []
-        for text, (i, n) in zip(texts, keys):
-            self.asked.append((i, n, text))
-            trial, turn = divmod(n, 1000)
-            if turn == 0:
-                self.envs[i] = make_env("house")
-                self.envs[i].reset(self.games[i])
-            if turn == 999:
-                out.append(f"lesson {trial} of {i}")
-                continue
-            action = self.envs[i].expert()[0] if trial >= self.wins[i] else "look"
-            self.envs[i].step(action)
-            out.append(f"<think> idea {turn} </think> <action> {action} </action>")
-        return out
+    def add(self, i, letters, u):
+        trial, turn, text = self.trial[i], self.turn[i], "".join(letters)
+        self.asked.append((i, trial, turn, text))
+        if "You did not succeed" in text:
+            self.trial[i], self.turn[i] = trial + 1, 0
+            return self.said.append((i, f"lesson {trial} of {i}"))
+        if turn == 0:
+            self.envs[i] = make_env("house")
+            self.envs[i].reset(self.games[i])
+        action = self.envs[i].expert()[0] if trial >= self.wins[i] else "look"
+        self.envs[i].step(action)
+        self.turn[i] = turn + 1
+        self.said.append((i, f"<think> idea {turn} </think> <action> {action} </action>"))
+
+    def run(self, steps=None):
+        said, self.said = self.said, []
+        return [(i, rollout_module.Response(list(text), [], 0.0, 0.0)) for i, text in said]
+
+    def forget(self):
+        self.said = []
+
+    def drop(self, i):
+        pass
 
 
 def last_attempts(model, games, pool, style):
     """The record of the last attempt at each game."""
-    attempts = evaluation.play_prompted(model, games, pool, style, quiet=True)
-    records = {r["task"]: r for r in attempts}
-    return [records[game] for game in games]
+    records = dict(evaluation.play(model, dict(enumerate(games)), pool, style=style, quiet=True))
+    return [records[number] for number in range(len(games))]
 
 
 def test_plain_and_react_prompts_show_what_they_should():
@@ -2980,7 +2999,7 @@ def test_plain_and_react_prompts_show_what_they_should():
         plan = env.expert()
         assert records[0]["actions"] == plan and records[0]["trials"] == 1
         assert records[0]["lessons"] == [] and records[0]["valid_actions"] == 1
-        last = [text for i, _, text in model.asked if i == 0][-1]
+        last = [text for i, *_, text in model.asked if i == 0][-1]
         seen = [env.reset(games[0])[0].strip()] + [env.step(a)[0] for a in plan[:-1]]
         parts = [f"Observation: {o}\nThought: idea {n}\nAction: {a}\n"
                  for n, (o, a) in enumerate(zip(seen, plan[:-1]))]
@@ -2988,14 +3007,29 @@ def test_plain_and_react_prompts_show_what_they_should():
         assert "".join(parts) + now in last and last.count(env.task) >= 1
         short = Knowing(games, [0, 0, 9], limit=1500)  # the oldest turns make room
         last_attempts(short, games, pool, "react")
-        long = [text for i, _, text in short.asked if i == 2][-1]
+        long = [text for i, *_, text in short.asked if i == 2][-1]
         assert len(long) <= 1500 and "idea 18" in long and "idea 3 " not in long
         plain = Knowing(games, [0, 0, 0])
         last_attempts(plain, games, pool, "plain")
         assert all("idea" not in text for *_, text in plain.asked)
-        assert "Steps taken so far: 1." in [text for i, _, text in plain.asked if i == 0][1]
-        none = last_attempts(Knowing(games, [0, 0, 0], limit=10), games, pool, "plain")
-        assert all(r["outgrown"] and r["turns"] == 0 and not r["won"] for r in none)
+        assert "Steps taken so far: 1." in [text for i, *_, text in plain.asked if i == 0][1]
+
+
+@pytest.mark.parametrize("style", ["plain", "react", "reflexion"])
+def test_a_game_whose_prompt_does_not_fit_is_lost_and_the_others_are_played(style):
+    games = tasks("house", "test")[:3]
+    with contextlib.closing(Pool("house")) as pool:
+        free = Knowing(games, [0, 0, 0])
+        last_attempts(free, games, pool, style)
+        firsts = sorted(len(text) for *_, turn, text in free.asked if turn == 0)
+        assert firsts[1] < firsts[2]
+        some = last_attempts(Knowing(games, [0, 0, 0], firsts[2] - 1), games, pool, style)
+        none = last_attempts(Knowing(games, [0, 0, 0], limit=10), games, pool, style)
+        assert not pool.games
+    for r in [*none, *(r for r in some if not r["turns"])]:
+        assert r["outgrown"] and r["truncated"] and not r["won"] and r["responses"] == []
+    assert [r["turns"] > 0 for r in some].count(True) == 2
+    assert evaluation.report(none)["success"] == 0 and len(none) == 3
 
 
 def test_reflexion_tries_three_times_with_its_lessons():
@@ -3005,12 +3039,12 @@ def test_reflexion_tries_three_times_with_its_lessons():
         records = last_attempts(model, games, pool, "reflexion")
     ends = [(r["won"], r["trials"], len(r["lessons"])) for r in records]
     assert ends == [(True, 1, 0), (True, 2, 1), (True, 3, 2), (False, 3, 2)]
-    firsts = {(i, n // 1000): text for i, n, text in model.asked if n % 1000 == 0}
+    firsts = {(i, trial): text for i, trial, turn, text in model.asked if turn == 0}
     assert "lesson" not in firsts[3, 0] and "- lesson 0 of 3\n" in firsts[3, 1]
     assert "- lesson 0 of 3\n- lesson 1 of 3\n" in firsts[3, 2] and (0, 1) not in firsts
-    reflections = [text for i, n, text in model.asked if n % 1000 == 999]
+    reflections = [text for *_, text in model.asked if "You did not succeed" in text]
     assert len(reflections) == 5
-    assert all("You did not succeed" in t and "Thought: idea 19" in t for t in reflections)
+    assert all("Thought: idea 19" in text for text in reflections)
 
 
 @pytest.fixture
@@ -3019,7 +3053,6 @@ def endpoint(monkeypatch):
     (status, headers, body), the last one for every further request; status None hangs up."""
     pytest.importorskip("openai")
     import http.server
-    import threading
     says, requests = [], []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -3054,6 +3087,30 @@ def chat_answer(text):
     return 200, {}, json.dumps({"choices": [{"index": 0, "message": message}]})
 
 
+def answers(endpoint, *texts):
+    for n, text in enumerate(texts):
+        endpoint.add(n, endpoint.lm.chat.first(text), None)
+    said = {}
+    while endpoint.busy:
+        said |= dict(endpoint.run())
+    return [endpoint.lm.text(said[n].ids) for n in range(len(texts))]
+
+
+def test_requests_are_under_way_together_and_nothing_waits_while_games_compute(monkeypatch):
+    pytest.importorskip("openai")
+    ask = evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9, at_once=3)
+    together, hold = threading.Barrier(3), threading.Event()
+    monkeypatch.setattr(ask, "ask", lambda text: text * (together.wait(60) < 3))
+    assert answers(ask, "a", "b", "c") == ["a", "b", "c"]
+    monkeypatch.setattr(ask, "ask", lambda text: text * hold.wait(60))
+    ask.add(7, "x", None)
+    before = ask.steps
+    assert ask.run(5) == [] and ask.busy == 1 and ask.steps == before + 5
+    hold.set()
+    (name, response), = ask.run()
+    assert (name, ask.lm.text(response.ids), ask.busy) == (7, "x", 0)
+
+
 def test_an_endpoint_is_asked_again_when_it_is_busy(endpoint, monkeypatch):
     url, says, requests = endpoint
     pauses = []
@@ -3062,20 +3119,19 @@ def test_an_endpoint_is_asked_again_when_it_is_busy(endpoint, monkeypatch):
     says += [(429, {"Retry-After": "7"}, "slow down"), (503, {}, "busy"), (None, {}, ""),
              chat_answer("hello")]
     ask = evaluation.Endpoint(url + "/", "gpt", 0.4, 33)
-    assert ask(["hi"], [(0, 0)]) == ["hello"] and len(pauses) == 3 and pauses[0] == 7.0
+    assert answers(ask, "hi") == ["hello"] and len(pauses) == 3 and pauses[0] == 7.0
     path, headers, body = requests[0]
     assert path == "/v1/chat/completions"
     assert {k.lower(): v for k, v in headers.items()}["authorization"] == "Bearer secret"
     assert body == {"model": "gpt", "temperature": 0.4, "max_tokens": 33,
                     "messages": [{"role": "user", "content": "hi"}]}
-    assert sorted(ask(["a", "b"], [(0, 0), (1, 0)])) == ["hello", "hello"]
-    monkeypatch.setattr(evaluation, "RETRIES", 2)
+    assert answers(ask, "a", "b") == ["hello", "hello"]
     asked, says[:] = len(requests), [(500, {}, "broken")]
     with pytest.raises(ValueError, match="InternalServerError.*500"):
-        evaluation.Endpoint(url, "gpt", 0, 9)(["hi"], [(0, 0)])
-    assert len(requests) == asked + 3
+        answers(evaluation.Endpoint(url, "gpt", 0, 9), "hi")
+    assert len(requests) == asked + 7
     with pytest.raises(ValueError, match="Connection"):
-        evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9)(["hi"], [(0, 0)])
+        answers(evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9), "hi")
 
 
 def test_what_an_endpoint_refuses_is_said_in_one_line(endpoint, monkeypatch):
@@ -3092,22 +3148,23 @@ def test_what_an_endpoint_refuses_is_said_in_one_line(endpoint, monkeypatch):
             (*chat_answer(7), "no text but 7")):
         asked, says[:] = len(requests), [(status, headers, body)]
         with pytest.raises(ValueError, match=message) as stop:
-            ask(["hi"], [(0, 0)])
+            answers(ask, "hi")
         assert str(stop.value).startswith(url) and "\n" not in str(stop.value)
         assert len(requests) == asked + 1  # such a request would fail again
     for nothing in ("", None):  # None is what a model says that ran out of tokens
         says[:] = [chat_answer(nothing)]
-        assert ask(["a", "b"], [(0, 0), (1, 0)]) == ["", ""]
+        assert answers(ask, "a", "b") == ["", ""]
     headers = {k.lower(): v for k, v in requests[-1][1].items()}
     assert headers["authorization"] == "Bearer none"
 
 
-def test_an_endpoint_needs_an_address_and_a_client(monkeypatch):
+def test_an_endpoint_needs_an_address_and_a_client(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="begins with http://"):
         evaluation.Endpoint("localhost:8000/v1", "gpt", 0, 9)
     monkeypatch.setitem(sys.modules, "openai", None)  # as where it is not installed
-    with pytest.raises(ValueError, match="pip install openai"):
-        evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9)
+    with pytest.raises(SystemExit, match="pip install openai"):
+        run_main(evaluation, monkeypatch, "--model", "gpt", "--endpoint", "http://127.0.0.1:9/v1",
+                 "--out", tmp_path / "e.json")
 
 
 def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
@@ -3124,24 +3181,35 @@ def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
     assert "gpt, test, reflexion, T = 0.4" in said
     assert len(requests) == 2 * (3 * 3 + 2)  # three attempts of three turns, two reflections
     attempts = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
-    assert sorted(r["trials"] for r in attempts) == [1, 1, 2, 2, 3, 3]
+    assert [r["trials"] for r in attempts] == [1, 2, 3, 1, 2, 3]  # by game
+    assert [len(r["lessons"]) for r in attempts] == [0, 1, 2, 0, 1, 2]
     says[:] = [(401, {}, "")]
     with pytest.raises(SystemExit, match="OPENAI_API_KEY is missing or refused"):
         main("gpt", "--limit", 1, out="f.json")
+    before = [(tmp_path / name).read_text() for name in ("e.json", "e.jsonl")]
     says[:] = [chat_answer("")] * 3 + [(404, {}, "")]  # it fails in the second repeat
-    with pytest.raises(SystemExit, match="404"):
-        main("gpt", "--limit", 1, "--horizon", 2, "--repeats", 2, out="g.json")
-    kept = [json.loads(line) for line in (tmp_path / "g.jsonl").read_text().splitlines()]
+    with pytest.raises(SystemExit, match="404.*; 1 episodes .* in .*e.jsonl.new$"):
+        main("gpt", "--limit", 1, "--horizon", 2, "--repeats", 2, out="e.json")
+    kept = read_lines(tmp_path / "e.jsonl.new")
     assert [(r["repeat"], r["turns"]) for r in kept] == [(0, 2)]  # what had ended is written down
+    assert before == [(tmp_path / name).read_text() for name in ("e.json", "e.jsonl")]
+    says[:] = [chat_answer("")]
+    main("gpt", "--limit", 1, "--horizon", 2, "--repeats", 2, out="e.json")
+    assert [r["repeat"] for r in read_lines(tmp_path / "e.jsonl")] == [0, 1]
+    assert not (tmp_path / "e.jsonl.new").exists()
 
 
-def test_react_with_a_local_model_repeats_itself(tmp_path, monkeypatch, capsys):
-    for name in "ab":
-        run_main(evaluation, monkeypatch, "--model", "tiny", "--prompt", "react", "--limit", 3,
-                 "--horizon", 3, "--max_new", 6, "--rows", 2, "--temperature", 1,
-                 "--max_prompt", 8192, "--out", tmp_path / f"{name}.json")
-    a, b = ((tmp_path / f"{name}.jsonl").read_text() for name in "ab")
-    assert a == b and len({line.split('"responses"')[1] for line in a.splitlines()}) == 3
+@pytest.mark.parametrize("style, attempts", [("react", 1), ("reflexion", 3)])
+def test_a_prompted_local_model_repeats_itself(tmp_path, monkeypatch, style, attempts):
+    """Whatever is played beside a game, and in every attempt anew."""
+    for rows in (2, 3):
+        run_main(evaluation, monkeypatch, "--model", "tiny", "--prompt", style, "--limit", 3,
+                 "--horizon", 3, "--max_new", 6, "--rows", rows, "--temperature", 1, "--out",
+                 tmp_path / f"{rows}.json")
+    two, three = (read_lines(tmp_path / f"{rows}.jsonl") for rows in (2, 3))
+    assert two == three and len({str(r["responses"]) for r in two}) == 3 * attempts == len(two)
+    lessons = {lesson for r in two for lesson in r["lessons"]}
+    assert len(lessons) == 3 * (attempts - 1)
 
 
 def test_a_runs_final_model_and_settings_are_evaluated(tmp_path, monkeypatch, capsys):

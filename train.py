@@ -33,9 +33,9 @@ from sapo import (actor_loss, discounted_returns, empg_advantages, episode_retur
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, barrier,
                             begin_folder, clip_gradients, everyone, flags_of, forecast_memory,
-                            gather, join_ranks, one_line_errors, peak_memory, rank, read_json,
-                            recompute_activations, restore, save_checkpoint, say, signals_noted,
-                            world, write_file, write_folder)
+                            gather, join_ranks, newest_checkpoint, one_line_errors, peak_memory,
+                            rank, read_json, recompute_activations, restore, save_checkpoint, say,
+                            signals_noted, world, write_file, write_folder)
 
 
 def train(lm, pool, config, checkpoint=None):
@@ -515,9 +515,10 @@ def evaluate(lm, pool, config, path=None):
     first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
     out = {}
     for temperature in (evaluation.TEMPERATURE, 1.0)[:2 if config.env == "house" else 1]:
-        out[temperature] = gather(evaluation.play(
-            sampler_for(lm, config, temperature), ids[first:last], pool, seed=config.seed,
-            first=first, rows=config.rows, history=config.history, quiet=rank() > 0))
+        over = evaluation.play(
+            sampler_for(lm, config, temperature), dict(enumerate(ids[first:last], first)), pool,
+            seed=config.seed, rows=config.rows, history=config.history, quiet=rank() > 0)
+        out[temperature] = gather([record for _, record in sorted(over)])
     if path and rank() == 0:
         write_file(path, json.dumps(out))
     return out
@@ -574,7 +575,7 @@ def run(config):
     pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
     try:
         lm = prepare(config)
-        checkpoint = evaluation.newest_checkpoint(config.out) if config.resume else None
+        checkpoint = newest_checkpoint(config.out) if config.resume else None
         begin_folder(config.out, dataclasses.asdict(config), checkpoint)
         before = evaluate(lm, pool, config, f"{config.out}/before.json")
         say("before training: " + ", ".join(f"success {evaluation.share(its)['success']:.1%} on "

@@ -298,13 +298,21 @@ def one_line_errors(script, *known):
         sys.exit(f"{script}: out of memory. In an update: lower --tokens_per_micro_batch, or add "
                  "--checkpointing; in a rollout: lower --rows or --max_context; anywhere: "
                  f"--moments bfloat16, or more ranks ({str(error).splitlines()[0]})")
-    except (ValueError, OSError, ImportError, *known) as error:
+    except ImportError as error:
+        sys.exit(f"{script}: {error}" + (f"; pip install {error.name}" if error.name else ""))
+    except (ValueError, OSError, *known) as error:
         sys.exit(f"{script}: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def newest_checkpoint(run):
+    """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
+    whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
+    return max(whole, key=iterations_in, default=None)
 
 
 def iterations_in(checkpoint):
