@@ -2,18 +2,14 @@
 
     rollout   tasks -> turns: prompt, sample a response, act, until every game is over
     Sampler   token sequences -> responses, by one of two engines that agree up to rounding
-                kv   our own loop over K/V tensors: prefill, then a token at a time for all rows; a
-                     row that has finished makes room at once (continuous batching)
+                kv   our own loop over K/V tensors, with continuous batching
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
-A token is drawn by one uniform number u through the inverse of the cumulative distribution, and u
-depends on (seed, iteration, trajectory, turn) alone: engine, number of rows and rank change a
-trajectory only where rounding moves a sum past u. V is read at the last token of the context, Q at
-the last token the policy chose; neither w+ nor w- is ever sampled.
-
-Two ways of showing the past (`context`): `window` builds each turn's prompt anew from the last k
-turns; in `full` the conversation grows: ids are appended, never decoded and encoded again, and the
-cache lives across turns. Departures from the paper: none.
+A token is drawn by a uniform number u through the inverse of the cumulative distribution. u depends
+on (seed, iteration, trajectory, turn) alone, so engine, number of rows and rank change a trajectory
+only where rounding moves a sum past u. The past is shown in one of two ways (`context`): `window`
+builds each turn's prompt anew from the last k turns; in `full` the conversation grows, ids are
+appended and never encoded again, and the cache lives across turns. Departures from the paper: none.
 Symbols: R rows, T tokens, S longest sequence, H heads, D head size, V vocabulary.
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
@@ -26,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList
 
 from model import all_full, attention, load, make_batch, micro_batches, restricted_log_softmax
@@ -70,26 +67,22 @@ def choose(logits, u, value_ids, temperature):
 # ---------------------------------------------------------------------------- the kv engine's state
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def attend(module, query, key, value, mask, scaling=None, **kwargs):
     """Attention for transformers' decoders: query (R, H, T, D), key and value (R, H', S, D) with H'
-    dividing H, attention_mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None.
-    K and V are never repeated for the G = H / H' heads that share them."""
-    odd = [name for name in ("softcap", "sliding_window", "s_aux", "position_bias")
-           if kwargs.get(name) is not None]
-    if odd:
-        raise ValueError(f"attention with {odd[0]}")
-    heads, tokens = query.shape[1:3]
-    groups, options = heads // key.shape[1], dict(attn_mask=attention_mask, scale=scaling)
-    sdpa = F.scaled_dot_product_attention
-    if attention_mask is None:  # enable_gqa is fast only without a mask
+    dividing H, mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None. K and V are
+    never repeated for the G = H / H' heads that share them."""
+    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attention with {name}")
+    groups, sdpa = query.shape[1] // key.shape[1], F.scaled_dot_product_attention
+    grouped = query.unflatten(1, (-1, groups))  # (R, H', G, T, D)
+    if mask is None:  # enable_gqa is fast only without a mask
         out = sdpa(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-    elif tokens == 1:  # the heads that share K and V are folded into the query axis
-        options["attn_mask"] = attention_mask.expand(-1, 1, groups, -1)
-        folded = query.unflatten(1, (-1, groups))[:, :, :, 0]
-        out = sdpa(folded, key, value, **options).flatten(1, 2)[:, :, None]
+    elif query.shape[2] == 1:  # the heads that share K and V are folded into the query axis
+        out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
+        out = out.flatten(1, 2)[:, :, None]
     else:  # one head of each group after the other, so that the mask is not repeated either
-        parts = [sdpa(q, key, value, **options)
-                 for q in query.unflatten(1, (-1, groups)).unbind(2)]
+        parts = [sdpa(q, key, value, mask, scale=scaling) for q in grouped.unbind(2)]
         out = torch.stack(parts, 2).flatten(1, 2)
     return out.transpose(1, 2), None
 
@@ -98,83 +91,57 @@ AttentionInterface.register("folded", attend)
 
 
 class Rows:
-    """The state of many sequences side by side, a row each, every row with its own length: keys and
-    values, and what a decoding step reads and writes. For the model it is the cache, so it speaks
-    the part of transformers' cache that decoders use."""
+    """Many sequences side by side on the device, a row each, every row with its own length: keys
+    and values, and what a decoding step reads and writes. The model takes it for its cache, so it
+    speaks the part of transformers' cache that decoders use."""
 
-    STATE = ("hidden", "at", "count", "going", "u", "tokens", "logp", "p_v", "p_q")
+    STATE = ("hidden", "at", "count", "going", "u", "tokens", "logp", "p")
 
     def __init__(self, layers, hidden, max_new):
-        """layers: a K and a V of each layer, (1, H', T, D); hidden (..., width). Only their shapes,
-        dtype and device matter."""
-
+        """No row yet; shapes, dtype and device are those of a model's cache layers and states."""
         def empty(*shape, dtype=torch.float32):
             return torch.zeros(0, *shape, dtype=dtype, device=hidden.device)
 
         # of each layer (R, H', S + 1, D); padding writes to the last position
-        self.keys, self.values = ([x[:0, :, :1].clone() for x in kind] for kind in zip(*layers))
+        self.keys = [x.keys[:0, :, :1].clone() for x in layers]
+        self.values = [x.values[:0, :, :1].clone() for x in layers]
+        self.longest = 0  # S
         self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, width) at the last token
         self.at = empty(dtype=torch.long)  # (R,) the position of the next token
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
         self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
-        self.u = empty(max_new)  # the uniform numbers to draw with
-        self.tokens = empty(max_new + 1, dtype=torch.long)  # drawn; idle rows write to the last
-        self.logp = empty(max_new + 1)  # column, here and in tokens
-        self.p_v, self.p_q = empty(), empty()  # readouts of Eq. 1
-        self.names = []  # the caller's key of each row, None where the row is free
-        self.length = []  # a bound on `at` that the host knows, so that no step waits for the GPU
-        self.longest = 0  # S
+        self.u = empty(max_new + 1)  # the uniform numbers to draw with; idle rows read the last
+        self.tokens = empty(max_new + 1, dtype=torch.long)  # what was drawn; idle rows write to
+        self.logp = empty(max_new + 1)  # the last column, here and in tokens
+        self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
 
     def grow(self, rows, longest):
         """Makes room for so many rows of that length, and keeps what there is."""
-        before, more = len(self.names), rows - len(self.names)
+        more, longer = rows - len(self.at), longest - self.longest
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):  # layer by layer, so that only one exists twice
-                tensors[layer] = old.new_zeros(rows, old.shape[1], longest + 1, old.shape[3])
-                tensors[layer][:before, :, :self.longest] = old[:, :, :self.longest]
+                tensors[layer] = F.pad(old, (0, 0, 0, longer, 0, 0, 0, more))
         for name in self.STATE:
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
-        self.names, self.length = self.names + [None] * more, self.length + [0] * more
         self.longest = longest
 
-    def swap(self, some, others):
-        """Rows some[i] and others[i] change places."""
-        span = max(self.length[i] for i in some + others)
-        target, source = torch.tensor([some + others, others + some], device=self.at.device)
+    def copy(self, moves, span):
+        """Of each (target, source), row target becomes what row source is, up to position span."""
+        target, source = torch.tensor(moves, device=self.at.device).T
         for x in self.keys + self.values:
             x[target, :, :span] = x[source, :, :span]
         for name in self.STATE:
             getattr(self, name)[target] = getattr(self, name)[source]
-        for host in (self.names, self.length):
-            for i, j in zip(some, others):
-                host[i], host[j] = host[j], host[i]
-
-    def aim(self, rows, at, read, span):
-        """Says what the next forward pass does: it writes rows (R,) at positions `at` (R, T), and
-        it reads, up to position span,
-
-            read = n        rows 0 to n - 1, which are the rows it writes: decoding, without a copy
-            read = rows     some rows (R,), gathered: a prefill that continues old conversations
-            read = None     nothing but its own tokens: a prefill from the beginning
-
-        -> attention mask (R, 1, T, span) to add, or None."""
-        self.write, self.read, self.span = (rows[:, None], at), read, span
-        if read is None:
-            return None
-        unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
-        zeros = torch.zeros(unseen.shape, dtype=self.keys[0].dtype, device=at.device)
-        return zeros.masked_fill(unseen, float("-inf"))
 
     def update(self, k, v, layer_idx, *args, **kwargs):
         """Called by every attention layer: the new k, v (R, H', T, D) -> all that may be read."""
         keys, values, (row, at) = self.keys[layer_idx], self.values[layer_idx], self.write
         # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
         keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)
-        if self.read is None:
+        if not self.span:
             return k, v
-        rows = slice(self.read) if isinstance(self.read, int) else self.read
-        return keys[:, :, :self.span][rows], values[:, :, :self.span][rows]
+        return keys[self.read, :, :self.span], values[self.read, :, :self.span]
 
     def get_seq_length(self, layer_idx=0):
         return 0  # it is asked for where positions are not given, and they always are
@@ -184,20 +151,14 @@ class Rows:
 
 
 class Sampler:
-    """Draws responses to token sequences.
-
-        sampler.add(name, sequence, u)   a sequence (list of ids) to continue with (max_new,) u
-        sampler.run(steps)               decodes until some responses have ended, or for so many
-                                         steps -> [(name, Response)]; hf until all have
-        sampler(names, sequences, u)     both, for a whole batch -> a Response each
+    """Draws responses to token sequences (lists of ids), each with its own uniforms u, (max_new,).
 
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
-    kept until `drop` for the next one under that name, which must begin with it. max_new is the
-    longest response in tokens, max_prompt the longest window prompt, max_context the longest
-    sequence with its response, and `limit` what they leave for a sequence. `compile`: torch.compile
-    for kv's decoding step. ValueError where kv cannot serve the model. On a GPU, cuDNN's attention
-    is switched off for the process. Counted are tokens_encoded, tokens_sampled, tokens_decoded
-    (rows times decoding steps, which includes idle rows) and steps."""
+    kept for the next one under that name, which must begin with it. max_new is the longest response
+    in tokens, max_prompt the longest window prompt, max_context the longest sequence with its
+    response, and `limit` what they leave for a sequence. `compile`: torch.compile for kv's decoding
+    step. ValueError where kv cannot serve the model. On a GPU, cuDNN's attention is switched off
+    for the process. tokens_decoded counts rows times decoding steps, idle rows included."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
                  compile=False, max_prompt=None, max_context=None):
@@ -211,7 +172,7 @@ class Sampler:
         if context == "window" and max_prompt:
             self.limit = min(self.limit, max_prompt)
         self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
-        self.added, self.open = [], 0
+        self.forget()
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
         if engine == "kv":
@@ -223,12 +184,15 @@ class Sampler:
         return len(self.added) + self.open
 
     def add(self, name, sequence, u):
+        """Queues a sequence under a name of the caller's choice."""
         if not 0 < len(sequence) <= self.limit:
             raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
-        self.added.append((name, sequence, u))
+        self.added.append((name, sequence, torch.as_tensor(u, dtype=torch.float32)))
 
     @torch.no_grad()
     def run(self, steps=None):
+        """Decodes until some responses have ended, or for so many steps (hf: until all have)
+        -> [(name, Response)]."""
         if not self.busy:
             return []
         steps = self.max_new if steps is None else steps
@@ -237,6 +201,7 @@ class Sampler:
         return ended
 
     def __call__(self, names, sequences, u):
+        """A whole batch -> a Response each."""
         for row in zip(names, sequences, u):
             self.add(*row)
         responses = {}
@@ -246,134 +211,136 @@ class Sampler:
 
     def forget(self):
         """Forgets every sequence. The memory stays, because captured graphs point into it."""
-        self.added, self.open = [], 0
-        if self.engine == "kv":
-            self.rows.names = [None] * len(self.rows.names)
-            self.rows.going[:] = False
+        self.added, self.open = [], 0  # rows [0, open) are being decoded
+        self.names = []  # the caller's key of each row, None where the row is free
+        self.length = []  # a bound on `at` that the host knows, so that no step waits for the GPU
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
-        if self.engine == "kv" and name in self.rows.names[self.open:]:
-            self.rows.names[self.rows.names.index(name, self.open)] = None
+        if name in self.names[self.open:]:
+            self.names[self.names.index(name)] = None
 
-    # The kv engine: rows [0, self.open) are being decoded, others keep conversations (in `full`).
+    # The kv engine.
 
     def prepare(self, compile):
-        """Builds the rows after the model's own cache. ValueError where kv cannot serve it."""
+        """Chooses what depends on the device, and builds the rows. ValueError where kv cannot
+        serve the model."""
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.every = 8 if self.gpu else 1  # steps between two looks at what has ended
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
-        self.graphs, self.graph_memory = {}, None
-        rope = str(getattr(lm.model.config, "rope_parameters", ""))
         try:
-            if not all_full(lm.model.base_model) or "'dynamic'" in rope or "'longrope'" in rope:
-                raise ValueError("some layers have sliding windows, or positions depend on length")
-            error, scale = self.difference()
-            if not error <= (1e-3 if lm.model.dtype == torch.float32 else 0.1) * scale:
-                raise ValueError(f"its hidden states differ ({error:.1g} of {scale:.1g})")
+            self.check()
         except torch.OutOfMemoryError:
             raise
         except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"the kv engine cannot serve {type(lm.model).__name__}, use "
                              f"--engine hf: {error}") from None
-        self.compiled = torch.compile(self.forward, dynamic=True) if compile else None
+        self.forward_one = torch.compile(self.forward, dynamic=True) if compile else self.forward
 
     @torch.no_grad()
-    def difference(self):
-        """Runs four tokens through the engine (one alone, two after it, one decoded) and through
-        the model -> the norms of the hidden states' difference and of the hidden states."""
-        ids = at = torch.arange(4, device=self.lm.device)[None]
-        row = at[0, :1]  # the row 0
-        theirs = self.lm.model.base_model(input_ids=ids, use_cache=True)
-        hidden, layers = theirs.last_hidden_state, theirs.past_key_values.layers
-        self.rows = Rows([(x.keys, x.values) for x in layers], hidden, self.max_new)
-        self.rows.grow(1, 4)
-        with attention(self.lm.model, "folded"):
-            ours = [self.forward(ids[:, a:b], at[:, a:b], row, read, b)
-                    for a, b, read in ((0, 1, None), (1, 3, row), (3, 4, 1))]
-        error = torch.cat(ours, 1).float() - hidden.float()
-        return error.norm().item(), hidden.float().norm().item()
+    def check(self):
+        """Builds the rows after the model's own cache, and runs four tokens through both: in the
+        rows one alone, two after it, one decoded. ValueError where hidden states differ."""
+        model, row = self.lm.model, torch.zeros(1, dtype=torch.long, device=self.lm.device)
+        rope = str(getattr(model.config, "rope_parameters", ""))
+        if not all_full(model.base_model) or "'dynamic'" in rope or "'longrope'" in rope:
+            raise ValueError("some layers have sliding windows, or positions depend on length")
+        ids = torch.arange(4, device=row.device)[None]
+        theirs = model.base_model(input_ids=ids, use_cache=True)
+        self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
+        self.reserve(1, 4)
+        with attention(model, "folded"):
+            parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows)
+                     for a, b, span, rows in ((0, 1, 0, row), (1, 3, 3, row), (3, 4, 4, None))]
+        ours, theirs = torch.cat(parts, 1).float(), theirs.last_hidden_state.float()
+        error, scale = (ours - theirs).norm().item(), theirs.norm().item()
+        if not error <= (1e-3 if model.dtype == torch.float32 else 0.1) * scale:
+            raise ValueError(f"its hidden states differ ({error:.1g} of {scale:.1g})")
 
-    def forward(self, ids, at, rows, read, span):
-        """ids and their positions `at` (R, T), in the rows (R,) -> hidden states (R, T, D). `read`
-        and `span` are those of Rows.aim."""
-        mask = self.rows.aim(rows, at, read, span)
-        real = at % min(self.rows.longest, self.lm.max_length)  # padding is at S
+    def forward(self, ids, at, span, rows=None):
+        """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
+        no copy -> hidden states (R, T, D). They see their row up to position span, or, where span
+        is 0, only one another."""
+        cache, mask = self.rows, None
+        index = torch.arange(len(ids), device=at.device) if rows is None else rows
+        cache.read = slice(len(ids)) if rows is None else rows
+        cache.write, cache.span = (index[:, None], at), span
+        if span:
+            unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
+            zeros = torch.zeros(unseen.shape, dtype=cache.keys[0].dtype, device=at.device)
+            mask = zeros.masked_fill(unseen, float("-inf"))
+        real = at % min(cache.longest, self.lm.max_length)  # padding is at S
         return self.lm.model.base_model(input_ids=ids, position_ids=real, attention_mask=mask,
-                                        past_key_values=self.rows, use_cache=True).last_hidden_state
+                                        past_key_values=cache, use_cache=True).last_hidden_state
 
     def kv(self, steps):
         """Encodes what was added, then decodes until a row has ended, for `steps` steps at most
         (rounded up to `every`)."""
         with attention(self.lm.model, "folded"):
-            self.prefill()
-            for n in range(1, -(-steps // self.every) * self.every + 1):
-                self.step()
-                if n % self.every == 0:
-                    going = self.rows.going[:self.open].tolist()
-                    if not all(going):
-                        return self.collect([i for i, more in enumerate(going) if not more])
+            if self.added:
+                self.prefill()
+            for _ in range(0, steps, self.every):
+                for _ in range(self.every):
+                    self.step()
+                going = self.rows.going[:self.open].tolist()
+                if not all(going):
+                    return self.collect(going)
         return []
 
     def prefill(self):
         """Encodes what is new of the sequences that were added, and opens their rows."""
-        if not self.added:
-            return
-        rows, device, added, self.added = self.rows, self.lm.device, self.added, []
-        new = self.place([(name, sequence) for name, sequence, _ in added])
-        index = torch.tensor([i for _, i, _ in new], device=device)
-        u = np.stack([u for _, _, u in added])
-        rows.u[index] = torch.as_tensor(u, dtype=torch.float32, device=device)
-        rows.at[index] = torch.tensor([len(s) for _, s, _ in added], device=device)
-        rows.count[index], rows.going[index] = 0, True
+        new = [self.place(name, sequence) for name, sequence, _ in self.added]
+        places = [(i, start + len(ids)) for ids, i, start in new]
+        self.reserve(len(self.names), max(length for _, length in places) + self.max_new)
+        rows, device = self.rows, self.lm.device
+        index, length = torch.tensor(places, device=device).unbind(1)
+        rows.u[index, :-1] = torch.stack([u for _, _, u in self.added]).to(device)
+        rows.at[index], rows.count[index], rows.going[index] = length, 0, True
         for chunk in micro_batches(new, self.budget):
             self.encode(chunk)
+        self.added = []
         self.tokens_encoded += sum(len(ids) for ids, _, _ in new)
         self.settle([*range(self.open), *(i for _, i, _ in new)])
 
-    def place(self, added):
-        """Gives every sequence a row, its own where it has one -> [(its new ids, the row, the
-        position of the first of them)]."""
-        rows = self.rows
-        mine = {name: i for i, name in enumerate(rows.names) if name is not None}
-        lacking = sum(name not in mine for name, _ in added) - rows.names.count(None)
-        longest = max(len(sequence) for _, sequence in added) + self.max_new
-        self.reserve(len(rows.names) + max(0, lacking), longest)
-        free, new = deque(i for i, name in enumerate(rows.names) if name is None), []
-        for name, sequence in added:
-            start = rows.length[mine[name]] if name in mine else 0
-            i = mine[name] if name in mine else free.popleft()
-            rows.names[i], rows.length[i] = name, len(sequence)
-            new.append((sequence[start:], i, start))
-        return new
+    def place(self, name, sequence):
+        """Gives a sequence a row, its own where it has one -> its new ids, the row, the position
+        of the first of them."""
+        if name not in self.names:
+            if None not in self.names:
+                self.names.append(None)
+                self.length.append(0)
+            i = self.names.index(None)
+            self.names[i], self.length[i] = name, 0
+        i = self.names.index(name)
+        start, self.length[i] = self.length[i], len(sequence)
+        return sequence[start:], i, start
 
     def encode(self, chunk):
         """One forward pass over [(ids, row, start)], which fills their rows."""
         rows, device, width = self.rows, self.lm.device, len(chunk[-1][0])
-        longest = max(start + len(ids) for ids, _, start in chunk)
-        span = self.bucket(1, longest)[1]  # attention would copy a mask of odd width
         ids = [x + [0] * (width - len(x)) for x, _, _ in chunk]
         at = [[*range(start, start + len(x))] + [rows.longest] * (width - len(x))
               for x, _, start in chunk]
         ids, at = torch.tensor([ids, at], device=device)  # (R, T) each
-        places = [(k, i, len(x) - 1) for k, (x, i, _) in enumerate(chunk)]
-        which, index, last = torch.tensor(places, device=device).unbind(1)
-        read = index if any(start for _, _, start in chunk) else None
-        hidden = self.forward(ids, at, index, read, span)[which, last]
+        span = max(start + len(x) for x, _, start in chunk) if any(s for _, _, s in chunk) else 0
+        _, span = self.bucket(1, span)  # attention would copy a mask of odd width
+        ends = [(i, k * width + len(x) - 1) for k, (x, i, _) in enumerate(chunk)]
+        index, last = torch.tensor(ends, device=device).unbind(1)
+        hidden = self.forward(ids, at, span, index).flatten(0, 1)[last]
         rows.hidden[index] = hidden
-        rows.p_v[index] = self.lm.readout(hidden)  # SAPO: V costs two dot products
+        rows.p[index, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
 
     def reserve(self, rows, longest):
         """Makes room in the rows; captured graphs point into the old ones and are dropped."""
-        had, (rows, longest) = self.rows, self.bucket(rows, longest)
-        if rows > len(had.names) or longest > had.longest:
+        had = self.rows
+        if longest > had.longest:  # by half, or every turn of a conversation would copy it all
+            longest = max(longest, min(had.longest * 3 // 2, self.limit + self.max_new))
+        size = self.bucket(max(rows, len(had.at)), max(longest, had.longest))
+        if size != (len(had.at), had.longest):
             self.graphs, self.graph_memory = {}, None
-            if longest > had.longest:  # by half, or every turn of a conversation would copy it all
-                half = min(had.longest * 3 // 2, self.limit + self.max_new)
-                longest = self.bucket(1, max(longest, half))[1]
-            had.grow(max(rows, len(had.names)), max(longest, had.longest))
+            had.grow(*size)
 
     def bucket(self, n, span):
         """Rounds up, so that few graphs serve all numbers of rows and all lengths; on a CPU there
@@ -384,24 +351,28 @@ class Sampler:
         return -(-n // step) * step, -(-span // 256) * 256
 
     def settle(self, going):
-        """Brings the rows that go on to the front."""
-        self.open = len(going)
+        """Brings the rows that go on to the front, where they change places with conversations
+        that wait; nothing is copied out of a free row."""
+        self.open, moves = len(going), []
         gaps = sorted(set(range(self.open)) - set(going))
-        if gaps:
-            self.rows.swap(gaps, [i for i in going if i >= self.open])
+        for gap, late in zip(gaps, [i for i in going if i >= self.open]):
+            for host in (self.names, self.length):
+                host[gap], host[late] = host[late], host[gap]
+            moves += [(gap, late)] if self.names[late] is None else [(gap, late), (late, gap)]
+        if moves:
+            self.rows.copy(moves, max(self.length[target] for target, _ in moves))
 
     def step(self):
         """Draws one token for every open row."""
-        rows = self.rows
-        n, span = self.bucket(self.open, min(max(rows.length[:self.open]) + 1, rows.longest))
-        if not self.gpu:
-            self.decode_one_token(n, span)
-        elif (n, span) in self.graphs:
+        longest = min(max(self.length[:self.open]) + 1, self.rows.longest)
+        n, span = self.bucket(self.open, longest)
+        if (n, span) in self.graphs:
             self.graphs[n, span].replay()
         else:  # a bucket's first step is run and not replayed, because a capture wants a warm-up
             self.decode_one_token(n, span)
-            self.graphs[n, span] = self.capture(n, span)
-        rows.length[:self.open] = [length + 1 for length in rows.length[:self.open]]
+            if self.gpu:
+                self.graphs[n, span] = self.capture(n, span)
+        self.length[:self.open] = [length + 1 for length in self.length[:self.open]]
         self.tokens_decoded += n
         self.steps += 1
 
@@ -419,33 +390,32 @@ class Sampler:
         device is touched, so that the step can be captured."""
         rows, lm = self.rows, self.lm
         at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
-        u = rows.u[:n].gather(1, count.clamp(max=self.max_new - 1)[:, None])[:, 0]
-        logits = lm.head(rows.hidden[:n]).float()
-        token, logp = choose(logits, u, lm.value_index, self.temperature)
         column = torch.where(going, count, self.max_new)[:, None]
+        u, logits = rows.u[:n].gather(1, column)[:, 0], lm.head(rows.hidden[:n]).float()
+        token, logp = choose(logits, u, lm.value_index, self.temperature)
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
-        index = torch.arange(n, device=at.device)
-        hidden = (self.compiled or self.forward)(token[:, None], at[:, None], index, n, span)[:, 0]
+        hidden = self.forward_one(token[:, None], at[:, None], span)[:, 0]
         rows.hidden[:n] = hidden
         at += going
         count += going
         ended = going & (self.is_stop[token] | (count == self.max_new))
         p_q = lm.readout(hidden)  # SAPO: Q costs two dot products
-        rows.p_q[:n] = torch.where(ended, p_q, rows.p_q[:n])
+        rows.p[:n, 1] = torch.where(ended, p_q, rows.p[:n, 1])
         going &= ~ended
 
-    def collect(self, ended):
-        """-> [(name, Response)] of the rows that have ended; the others move up."""
-        rows, lm, index, out = self.rows, self.lm, torch.tensor(ended, device=self.lm.device), []
-        columns = (rows.count, rows.at, lm.r_max * rows.p_v, lm.r_max * rows.p_q, rows.tokens,
-                   rows.logp)
-        for i, count, at, v, q, tokens, logp in zip(ended, *(x[index].tolist() for x in columns)):
-            out.append((rows.names[i], Response(tokens[:count], logp[:count], v, q)))
-            rows.length[i] = at
+    def collect(self, going):
+        """-> [(name, Response)] of the rows that are not going any more; the others move up."""
+        rows, out = self.rows, []
+        ended = [i for i, more in enumerate(going) if not more]
+        columns = rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
+        index = torch.tensor(ended, device=self.lm.device)
+        for i, n, at, tokens, logp, (v, q) in zip(ended, *(x[index].tolist() for x in columns)):
+            out.append((self.names[i], Response(tokens[:n], logp[:n], v, q)))
+            self.length[i] = at
             if self.context == "window":
-                rows.names[i] = None
-        self.settle([i for i in range(self.open) if i not in ended])
+                self.names[i] = None
+        self.settle([i for i, more in enumerate(going) if more])
         return out
 
     # The hf engine.
@@ -453,40 +423,34 @@ class Sampler:
     def hf(self):
         """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
         lm, (names, sequences, u) = self.lm, zip(*self.added)
-        self.added, n, steps = [], max(map(len, sequences)), []
-        ids = [[lm.stop_ids[0]] * (n - len(s)) + s for s in sequences]  # padded on the left
-        seen = [[0] * (n - len(s)) + [1] * len(s) for s in sequences]
-        ids, seen = torch.tensor([ids, seen], device=lm.device)
-        u = torch.as_tensor(np.stack(u), device=lm.device)
+        self.added, drawn, u = [], [], torch.stack(u).to(lm.device)
+        ids = pad_sequence([torch.tensor(s) for s in sequences], True, -1, "left").to(lm.device)
+        pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
         def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-            token, logp = choose(scores, u[:, min(len(steps), self.max_new - 1)], lm.value_index,
-                                 self.temperature)
-            steps.append((token, logp))
+            column = min(len(drawn), self.max_new - 1)
+            token, logp = choose(scores, u[:, column], lm.value_index, self.temperature)
+            drawn.append(logp)
             return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
         own, lm.model.generation_config = lm.model.generation_config, GenerationConfig()
         try:  # without the model's own settings, of which a top-k would change the policy
             with attention(lm.model, "sdpa"):
-                lm.model.generate(ids, attention_mask=seen, max_new_tokens=self.max_new,
-                                  eos_token_id=list(lm.stop_ids), pad_token_id=lm.stop_ids[0],
-                                  do_sample=False, logits_processor=LogitsProcessorList([draw]))
+                out = lm.model.generate(
+                    ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
+                    max_new_tokens=self.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
+                    logits_processor=LogitsProcessorList([draw]))
         finally:
             lm.model.generation_config = own
-        tokens, logp = (torch.stack(x, 1).tolist() for x in zip(*steps))  # (R, steps)
+        said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
+        samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
+        _, _, p_v, p_q = lm.score(make_batch(samples).to(lm.device))
+        p = lm.r_max * torch.stack([p_v, p_q], 1)  # (R, 2)
         self.tokens_encoded += sum(map(len, sequences))
-        self.tokens_decoded += len(names) * len(steps)
-        self.steps += len(steps)
-        samples, lengths = [], []
-        for sequence, chosen in zip(sequences, tokens):
-            stops = [i + 1 for i, token in enumerate(chosen) if token in lm.stop_ids]
-            lengths.append((stops or [len(steps)])[0])
-            whole = sequence + chosen[:lengths[-1]]
-            samples.append((whole, [(len(sequence), len(whole))]))
-        scores = lm.score(make_batch(samples).to(lm.device))
-        v, q = (lm.r_max * scores.p_v).tolist(), (lm.r_max * scores.p_q).tolist()
-        return [(name, Response(tokens[k][:n], logp[k][:n], v[k], q[k]))
-                for k, (name, n) in enumerate(zip(names, lengths))]
+        self.tokens_decoded += len(names) * len(drawn)
+        self.steps += len(drawn)
+        columns = zip(names, said, torch.stack(drawn, 1).tolist(), p.tolist())
+        return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in columns]
 
 
 # ----------------------------------------------------------------------------------- trajectories

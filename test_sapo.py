@@ -1360,7 +1360,7 @@ def test_who_answers_when_changes_nothing(context):
         some, sampler = play(lm, "kv", context, 1.0, rows=rows)
         assert told(some) == told(whole)
         same_tokens_and_values(some, whole)
-        assert len(sampler.rows.names) <= rows
+        assert len(sampler.names) <= rows
     for rows, workers, when in ((3, 2, ()), (3, 2, {4, 11, 20}), (99, 1, {7})):
         with a_pool(workers, horizon=6) as pool:
             kill_now_and_then(pool, when)
