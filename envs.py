@@ -115,6 +115,12 @@ class Episode:
                 for obs, action in self.history[max(0, n - k):]]
         return self.later.format(**now, steps=n, history="\n".join(past), now=n + 1)
 
+    def prompts(self, context, history):
+        """What a turn may show, from the longest to the shortest."""
+        if context == "full":
+            return [self.full_prompt()]
+        return (self.window_prompt(k) for k in range(history, -1, -1))
+
     def full_prompt(self):
         """--context full: only what is new. The first message says what holds for all turns."""
         now = self.now(c for c in self.info["admissible"] if c not in self.always)
@@ -586,22 +592,14 @@ def default_workers(name, ranks=1):
 def words():
     """-> (phrases, nouns) of the tiny model's word-level vocabulary: the fixed strings of the
     prompts and of the house, and whatever has a name in a house or in ALFWorld."""
+    from worlds.tiny import SPOKEN  # here, because that file needs torch
     prompts = FIRST, LATER, PAST, FULL_FIRST, FULL_LATER
     fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
-    spoken = (
-        "go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|from the|"
-        "to|to the|with|using the|put|two|hot|in|at|under the desklamp|"
-        "You are in the middle of a room. Looking quickly around you, you see|Your task is to|"
-        "You arrive at|The|On the|you see|is closed|is open. In it|You open the|You close the|"
-        "You pick up the|You move the|You clean the|You heat the|You cool the|You turn on the|"
-        "Nothing happens|You are carrying|You are not carrying anything|nothing|You are facing the|"
-        "Next to it|This is|find|drop|done|There's nothing special about|<think>|</think>|<action>|"
-        "</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
     types = OBJECTS + PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
     types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
               "toiletpaperhanger tvstand wateringcan").split()
     nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
-    return sorted({*fixed, *spoken, ROLE, ANSWER} - {""}), nouns
+    return sorted({*fixed, *SPOKEN, ROLE, ANSWER} - {""}), nouns
 
 
 # -------------------------------------------------------------------------------- worker pool

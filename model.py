@@ -1,27 +1,24 @@
 """One causal language model as actor and critic.
 
     readouts       two logits of a causal LM as a value in [-1, 1], a policy without them    Eq. 1-3
+    choose         draws a token by one uniform number
     ActorCritic    a Hugging Face model, its chat format, its two reserved words; `score` is one
                    forward pass over a Batch: log-probs, entropy, V and Q
     Critic         the separate value model that PPO needs and SAPO does not
     load           by hub id, folder or bare name; "tiny" is built on the spot
 
 A training sample is a token sequence with one or more turns in it; a turn is the span [start, end)
-of its response. V is read at start - 1, the last token of the context; Q at end - 1, the last token
-the policy chose. Shapes: B sequences, T tokens, M response tokens, N turns, V vocabulary, D width.
-Padding, on the right, exists within the forward pass alone; what it returns lies flat on the axes
-(M,) and (N,). `# SAPO:` marks what the paper adds. Departures from the paper: none.
+of its response. V is read at start - 1, Q at end - 1, the last token the policy chose. Shapes: B
+sequences, T tokens, M response tokens, N turns, V vocabulary, D width.
+`# SAPO:` marks what the paper adds. Departures from the paper: none.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
-import argparse
-import contextlib
 import copy
 import functools
 import json
-import os
 import re
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
                           PreTrainedTokenizerFast)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -101,21 +97,59 @@ def micro_batches(samples, budget):
     return groups
 
 
+# ------------------------------------------------------------------------------ drawing a token
+
+BLOCK = 128  # words in a block of `choose`
+
+
+def choose(logits, u, value_ids, temperature):
+    """(R, V) logits, (R,) uniforms in [0, 1) -> token (R,), log-prob (R,). Temperature 0 is greedy.
+
+    It inverts the cumulative distribution in two steps, first the block of words and then the word,
+    because a GPU scans a whole vocabulary slowly. Sums are float64, and the first entry *above* u
+    is taken, so that a word of probability 0 never is."""
+    logits = logits if temperature in (0, 1) else logits / temperature
+    logp = restricted_log_softmax(logits, value_ids)
+    if temperature == 0:
+        token = logp.argmax(-1, keepdim=True)
+    else:
+        p, short = logp.exp(), -logp.shape[1] % BLOCK
+        p = (F.pad(p, (0, short)) if short else p).unflatten(1, (-1, BLOCK))
+        mass = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
+        below = 1 - 2 ** -40  # keeps the target below the sum where u rounds to 1
+        target = u[:, None].double().clamp(max=below) * mass[:, -1:]
+        block = torch.searchsorted(mass, target, right=True)
+        inner = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
+        rest = target - F.pad(mass, (1, 0)).gather(1, block)
+        rest = torch.minimum(rest, inner[:, -1:] * below)
+        token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
+    return token[:, 0], logp.gather(1, token)[:, 0]
+
+
 # ------------------------------------------------------------------------------- actor and critic
 
-# transformers builds no mask for a name it does not know; this attention is causal without one. For
-# "sdpa" it would wait for the GPU to see positions, and compiled, a mask would rule out flash.
-AttentionInterface.register("causal", sdpa_attention_forward)
+def attend(module, query, key, value, mask, scaling=None, **kwargs):
+    """Attention for transformers' decoders: query (R, H, T, D), key and value (R, H', S, D) with H'
+    dividing H, mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None. K and V are
+    never repeated for the G = H / H' heads that share them."""
+    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attention with {name}")
+    groups, sdpa = query.shape[1] // key.shape[1], F.scaled_dot_product_attention
+    grouped = query.unflatten(1, (-1, groups))  # (R, H', G, T, D)
+    if mask is None:  # enable_gqa is fast only without a mask
+        out = sdpa(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    elif query.shape[2] == 1:  # the heads that share K and V are folded into the query axis
+        out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
+        out = out.flatten(1, 2)[:, :, None]
+    else:  # one head of each group after the other, so that the mask is not repeated either
+        parts = [sdpa(q, key, value, mask, scale=scaling) for q in grouped.unbind(2)]
+        out = torch.stack(parts, 2).flatten(1, 2)
+    return out.transpose(1, 2), None
 
 
-@contextlib.contextmanager
-def attention(model, name):
-    """Within it, the model attends by another of transformers' registered functions."""
-    before, model.config._attn_implementation = model.config._attn_implementation, name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+# transformers builds no mask for a name it does not know, and does not ask a GPU for positions.
+AttentionInterface.register("folded", attend)
 
 
 def all_full(body):
@@ -125,11 +159,13 @@ def all_full(body):
     return set(layers) == {"full_attention"} if layers else not window
 
 
-def runnable(body, compile):
-    """A model's body, or its compiled form, which takes every shape and wants full attention."""
-    if compile and not all_full(body):
-        raise ValueError(f"--compile needs full attention; {type(body).__name__} has other layers")
-    return torch.compile(body, dynamic=True) if compile else body
+def compiled(body):
+    """A model's body in which each layer is compiled: a few graphs serve all layers and shapes."""
+    torch._dynamo.config.recompile_limit = 64
+    layers = [torch.compile(layer, dynamic=True) for layer in body.layers]
+    body = copy.copy(body)  # the sampler runs the layers as they are
+    body._modules = body._modules | {"layers": torch.nn.ModuleList(layers)}
+    return body
 
 
 def token_scores(hidden, token, head, value_ids):
@@ -165,8 +201,9 @@ class ActorCritic:
         self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
         # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
         self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
-        self.run, self.token_scores = runnable(self.model.base_model, self.compile), token_scores
+        self.run, self.token_scores = self.model.base_model, token_scores
         if self.compile:
+            self.run = compiled(self.run)
             self.token_scores = torch.compile(token_scores, dynamic=True)
 
     def body(self, ids):
@@ -212,8 +249,7 @@ class ActorCritic:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max}
-        with open(os.path.join(folder, "sapo.json"), "w") as file:
-            json.dump(ours, file)
+        Path(folder, "sapo.json").write_text(json.dumps(ours))
 
 
 class Chat:
@@ -224,9 +260,8 @@ class Chat:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         if not tokenizer.chat_template or self.MARK not in self.written("-", self.MARK, "-"):
-            raise ValueError("this model has no chat template that keeps what the assistant says; "
-                             "choose an instruct model (tokenizer_config.json or "
-                             "chat_template.jinja in its folder holds the template)")
+            raise ValueError("no chat template that keeps what the assistant says (chat_template."
+                             "jinja or tokenizer_config.json has it): choose an instruct model")
 
     def written(self, *contents):
         """The user's and the assistant's messages in turn, as text up to the next response."""
@@ -255,7 +290,7 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        self.__dict__["run"] = runnable(self.body, lm.compile)  # not a second submodule
+        self.__dict__["run"] = compiled(self.body) if lm.compile else self.body  # no submodule
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
@@ -274,14 +309,13 @@ OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gem
 def hub_id(name):
     """Qwen2.5-1.5B-Instruct -> Qwen/Qwen2.5-1.5B-Instruct; a folder or full id stays as it is."""
     owners = [owner for family, owner in OWNERS.items() if name.startswith(family)]
-    return name if "/" in name or os.path.isdir(name) or not owners else f"{owners[0]}/{name}"
+    return name if "/" in name or Path(name).is_dir() or not owners else f"{owners[0]}/{name}"
 
 
 def json_in(folder, name):
     """The JSON object in a file of a folder; {} where there is no such file."""
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, name)) as file:
-        return json.load(file)
-    return {}
+    path = Path(folder, name)
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def pretrained(name, dtype):
@@ -294,9 +328,9 @@ def pretrained(name, dtype):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         return model, tokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot load model {name!r}: neither tiny, nor a folder with a causal "
-                         f"language model, nor a hub id that can be reached ({reason})") from None
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot load model {name!r}: neither tiny, nor the folder of a causal "
+                         f"language model, nor a hub id that can be reached ({why})") from None
 
 
 def is_tiny(name):
@@ -327,10 +361,11 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
     text uses. ValueError where the model cannot be served."""
     if all_full(model.base_model):
-        model.config._attn_implementation = "causal"
+        model.config._attn_implementation = "folded"
     chat, rows = Chat(tokenizer), len(model.get_output_embeddings().weight)
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens:
+        from worlds.reserved import named_value_ids
         value_ids = named_value_ids(tokenizer, value_tokens, stop_ids, rows)
     value_ids = value_ids or reserve_value_ids(tokenizer, rows, stop_ids)
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
@@ -359,23 +394,7 @@ def reserve_value_ids(tokenizer, rows, taken):
     if len(free) < 2:
         raise ValueError("no two vocabulary entries are free for w+ and w-; name two tokens no "
                          "text uses: --value_tokens A B")
-    minus, plus = (-i for _, i in sorted(free)[:2])
-    return plus, minus
-
-
-def named_value_ids(tokenizer, names, taken, rows=float("inf")):
-    """The ids of the two tokens, or rows of the head by number, that the user named."""
-    words = tokenizer.get_vocab()
-    ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in names)
-    for name, i in zip(names, ids):
-        special = tokenizer.added_tokens_decoder.get(i)
-        used = special and special.content in tokenizer.chat_template
-        why = (f"is no token, nor one of the head's {rows} rows" if not 0 <= i < rows else
-               "is a stop token or in the chat template" if i in taken or used else
-               "is there twice: two different tokens are needed" if len(set(ids)) != 2 else "")
-        if why:
-            raise ValueError(f"--value_tokens: {name!r} {why}")
-    return ids
+    return tuple(-i for _, i in sorted(free)[:2])[::-1]
 
 
 @torch.no_grad()
@@ -388,42 +407,23 @@ def check_head(lm):
                          "(softcapping or scaling); such models are not supported")
 
 
-@torch.no_grad()
-def readout_at_start(lm, prompts):
-    """The logit difference z+ - z- before and after an empty response to each prompt (a list of
-    ids), before any training -> mean, deviation, saturated share. ValueError where Eq. 1 is flat
-    for most."""
-    end = lm.chat.later("-")[:1]
-    ends = [lm.body(torch.tensor([ids + end], device=lm.device))[0, -2:] for ids in prompts]
-    diff = -lm.value_logits(torch.cat(ends)).diff()[:, 0]
-    saturated = (diff.abs() > lm.tau_v).float().mean().item()
-    if saturated > 0.5:
-        raise ValueError(f"{saturated:.0%} of the value readouts start saturated: the logits of "
-                         f"{lm.value_ids} differ by {diff.mean():.2f} +- {diff.std():.2f}, and "
-                         f"Eq. 1 has no gradient beyond tau_v = {lm.tau_v:g}. Choose two others "
-                         f"with --value_tokens A B, or --tau_v above {2 * diff.abs().mean():.1f}")
-    return diff.mean().item(), diff.std().item(), saturated
-
-
 def main():
     import envs  # only for the tiny model's words
+    from worlds.machine import Parser, one_line_errors
+    from worlds.reserved import readout_at_start
 
-    parser = argparse.ArgumentParser(description="Reads V and Q of one turn.")
+    parser = Parser(description="Reads V and Q of one turn.")
     parser.add_argument("--model", default="tiny", help="tiny, a folder, a hub id or a bare name")
-    try:
+    with one_line_errors("model.py"), torch.no_grad():
         lm = load(parser.parse_args().model, words=envs.words())
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
-        difference, _, saturated = readout_at_start(lm, [prompt])
-    except ValueError as error:
-        sys.exit(f"model.py: {error}")
-    text = "<think> find apple </think> <action> go to fridge 1 </action>"
-    response = lm.tokenizer(text, add_special_tokens=False).input_ids + [lm.stop_ids[0]]
-    sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
-    with torch.no_grad():
+        response = lm.tokenizer("go to fridge 1").input_ids + [lm.stop_ids[0]]
+        sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
         logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
-    print(f"w+, w- = {lm.value_ids}: logits {difference:.3f} apart, {saturated:.0%} saturated\n"
-          f"one turn of {len(logp)} tokens, log-prob {logp.sum():.2f}: V = "
-          f"{lm.r_max * p_v.item():.3f} before it, Q = {lm.r_max * p_q.item():.3f} after it")
+        difference, _, saturated = readout_at_start(lm, [prompt])
+        print(f"w+, w- = {lm.value_ids}: logits {difference:.3f} apart, {saturated:.0%} saturated\n"
+              f"one turn of {len(logp)} tokens, log-prob {logp.sum():.2f}: "
+              f"V = {lm.r_max * p_v.item():.3f} before, Q = {lm.r_max * p_q.item():.3f} after it")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,13 @@
                 kv   our own loop over K/V tensors, with continuous batching
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
-A token is drawn by a uniform number u through the inverse of the cumulative distribution. u depends
-on (seed, iteration, trajectory, turn) alone, so engine, number of rows and rank change a trajectory
-only where rounding moves a sum past u. The past is shown in one of two ways (`context`): `window`
-builds each turn's prompt anew from the last k turns; in `full` the conversation grows, ids are
-appended and never encoded again, and the cache lives across turns. Departures from the paper: none.
-Symbols: R rows, T tokens, S longest sequence, H heads, D head size, V vocabulary.
+A token is drawn by a uniform number that depends on (seed, iteration, trajectory, turn) alone, so
+engine, number of rows and rank change a trajectory only by rounding. The past is shown in one of
+two ways (`context`): `window` builds each turn's prompt anew from the last k turns; in `full` the
+conversation grows, and the cache lives across turns. Departures from the paper: none.
+Symbols: R rows, T tokens, S longest sequence, H heads, D head size.
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
-import argparse
-import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,71 +20,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
-from model import all_full, attention, load, make_batch, micro_batches, restricted_log_softmax
+from model import all_full, choose, load, make_batch, micro_batches
 
-# ------------------------------------------------------------------------------ drawing a token
-
-
-class Response(NamedTuple):
-    ids: list  # the tokens the policy chose, the stop token included
-    logp: list  # their log-probs, Eq. 3, at the sampling temperature (greedy: at 1)
-    v: float  # V before the first of them, in units of return (Eq. 2)
-    q: float  # Q after the last
-
-
-BLOCK = 128  # words in a block of `choose`
-
-
-def choose(logits, u, value_ids, temperature):
-    """(R, V) logits, (R,) uniforms in [0, 1) -> token (R,), log-prob (R,). Temperature 0 is greedy.
-
-    It inverts the cumulative distribution in two steps, first the block of words and then the word,
-    because a GPU scans a whole vocabulary slowly. Sums are float64, and the first entry *above* u
-    is taken, so that a word of probability 0 never is."""
-    logits = logits if temperature in (0, 1) else logits / temperature
-    logp = restricted_log_softmax(logits, value_ids)
-    if temperature == 0:
-        token = logp.argmax(-1, keepdim=True)
-    else:
-        p, short = logp.exp(), -logp.shape[1] % BLOCK
-        p = (F.pad(p, (0, short)) if short else p).unflatten(1, (-1, BLOCK))
-        mass = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
-        below = 1 - 2 ** -40  # keeps the target below the sum where u rounds to 1
-        target = u[:, None].double().clamp(max=below) * mass[:, -1:]
-        block = torch.searchsorted(mass, target, right=True)
-        inner = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
-        rest = target - F.pad(mass, (1, 0)).gather(1, block)
-        rest = torch.minimum(rest, inner[:, -1:] * below)
-        token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
-    return token[:, 0], logp.gather(1, token)[:, 0]
-
-
-# ---------------------------------------------------------------------------- the kv engine's state
-
-
-def attend(module, query, key, value, mask, scaling=None, **kwargs):
-    """Attention for transformers' decoders: query (R, H, T, D), key and value (R, H', S, D) with H'
-    dividing H, mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None. K and V are
-    never repeated for the G = H / H' heads that share them."""
-    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"attention with {name}")
-    groups, sdpa = query.shape[1] // key.shape[1], F.scaled_dot_product_attention
-    grouped = query.unflatten(1, (-1, groups))  # (R, H', G, T, D)
-    if mask is None:  # enable_gqa is fast only without a mask
-        out = sdpa(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-    elif query.shape[2] == 1:  # the heads that share K and V are folded into the query axis
-        out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
-        out = out.flatten(1, 2)[:, :, None]
-    else:  # one head of each group after the other, so that the mask is not repeated either
-        parts = [sdpa(q, key, value, mask, scale=scaling) for q in grouped.unbind(2)]
-        out = torch.stack(parts, 2).flatten(1, 2)
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register("folded", attend)
+# ------------------------------------------------------------------------ the kv engine's state
 
 
 class Rows:
@@ -150,6 +87,13 @@ class Rows:
 # ------------------------------------------------------------------------------------ the sampler
 
 
+class Response(NamedTuple):
+    ids: list  # the tokens the policy chose, the stop token included
+    logp: list  # their log-probs, Eq. 3, at the sampling temperature (greedy: at 1)
+    v: float  # V before the first of them, in units of return (Eq. 2)
+    q: float  # Q after the last
+
+
 class Sampler:
     """Draws responses to token sequences (lists of ids), each with its own uniforms u, (max_new,).
 
@@ -162,10 +106,9 @@ class Sampler:
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
                  compile=False, max_prompt=None, max_context=None):
-        for what, value, known in (("engine", engine, ("kv", "hf")),
-                                   ("context", context, ("window", "full"))):
-            if value not in known:
-                raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+        if engine not in ("kv", "hf") or context not in ("window", "full"):
+            raise ValueError(f"engine {engine!r} or context {context!r} is unknown; known: kv, hf; "
+                             "window, full")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new, self.temperature = max_new, temperature
         self.limit = min(max_context or lm.max_length, lm.max_length) - max_new
@@ -220,11 +163,8 @@ class Sampler:
         if name in self.names[self.open:]:
             self.names[self.names.index(name)] = None
 
-    # The kv engine.
-
     def prepare(self, compile):
-        """Chooses what depends on the device, and builds the rows. ValueError where kv cannot
-        serve the model."""
+        """Chooses what depends on the device. ValueError where kv cannot serve the model."""
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -251,9 +191,8 @@ class Sampler:
         theirs = model.base_model(input_ids=ids, use_cache=True)
         self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
         self.reserve(1, 4)
-        with attention(model, "folded"):
-            parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows)
-                     for a, b, span, rows in ((0, 1, 0, row), (1, 3, 3, row), (3, 4, 4, None))]
+        parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows)
+                 for a, b, span, rows in ((0, 1, 0, row), (1, 3, 3, row), (3, 4, 4, None))]
         ours, theirs = torch.cat(parts, 1).float(), theirs.last_hidden_state.float()
         error, scale = (ours - theirs).norm().item(), theirs.norm().item()
         if not error <= (1e-3 if model.dtype == torch.float32 else 0.1) * scale:
@@ -276,17 +215,15 @@ class Sampler:
                                         past_key_values=cache, use_cache=True).last_hidden_state
 
     def kv(self, steps):
-        """Encodes what was added, then decodes until a row has ended, for `steps` steps at most
-        (rounded up to `every`)."""
-        with attention(self.lm.model, "folded"):
-            if self.added:
-                self.prefill()
-            for _ in range(0, steps, self.every):
-                for _ in range(self.every):
-                    self.step()
-                going = self.rows.going[:self.open].tolist()
-                if not all(going):
-                    return self.collect(going)
+        """Encodes what was added, then decodes until a row has ended, for about `steps` at most."""
+        if self.added:
+            self.prefill()
+        for _ in range(0, steps, self.every):
+            for _ in range(self.every):
+                self.step()
+            going = self.rows.going[:self.open].tolist()
+            if not all(going):
+                return self.collect(going)
         return []
 
     def prefill(self):
@@ -305,12 +242,10 @@ class Sampler:
         self.settle([*range(self.open), *(i for _, i, _ in new)])
 
     def place(self, name, sequence):
-        """Gives a sequence a row, its own where it has one -> its new ids, the row, the position
-        of the first of them."""
+        """Gives a sequence a row, its own if it has one -> its new ids, the row, their position."""
         if name not in self.names:
             if None not in self.names:
-                self.names.append(None)
-                self.length.append(0)
+                self.names, self.length = self.names + [None], self.length + [0]
             i = self.names.index(None)
             self.names[i], self.length[i] = name, 0
         i = self.names.index(name)
@@ -343,8 +278,7 @@ class Sampler:
             had.grow(*size)
 
     def bucket(self, n, span):
-        """Rounds up, so that few graphs serve all numbers of rows and all lengths; on a CPU there
-        are no graphs."""
+        """Rounds up, so that few graphs serve all; on a CPU there are none."""
         if not self.gpu:
             return n, span
         step = 1 if n <= 2 else 4 if n <= 16 else 16
@@ -406,8 +340,7 @@ class Sampler:
 
     def collect(self, going):
         """-> [(name, Response)] of the rows that are not going any more; the others move up."""
-        rows, out = self.rows, []
-        ended = [i for i, more in enumerate(going) if not more]
+        rows, out, ended = self.rows, [], [i for i, more in enumerate(going) if not more]
         columns = rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
         index = torch.tensor(ended, device=self.lm.device)
         for i, n, at, tokens, logp, (v, q) in zip(ended, *(x[index].tolist() for x in columns)):
@@ -428,20 +361,20 @@ class Sampler:
         pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
         def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-            column = min(len(drawn), self.max_new - 1)
-            token, logp = choose(scores, u[:, column], lm.value_index, self.temperature)
+            now = u[:, min(len(drawn), self.max_new - 1)]
+            token, logp = choose(scores, now, lm.value_index, self.temperature)
             drawn.append(logp)
             return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
-        own, lm.model.generation_config = lm.model.generation_config, GenerationConfig()
+        model, own = lm.model, (lm.model.generation_config, lm.model.config._attn_implementation)
+        model.generation_config, model.config._attn_implementation = GenerationConfig(), "sdpa"
         try:  # without the model's own settings, of which a top-k would change the policy
-            with attention(lm.model, "sdpa"):
-                out = lm.model.generate(
-                    ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
-                    max_new_tokens=self.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
-                    logits_processor=LogitsProcessorList([draw]))
+            out = model.generate(
+                ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
+                max_new_tokens=self.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
+                logits_processor=LogitsProcessorList([draw]))
         finally:
-            lm.model.generation_config = own
+            model.generation_config, model.config._attn_implementation = own
         said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
         samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
         _, _, p_v, p_q = lm.score(make_batch(samples).to(lm.device))
@@ -489,13 +422,6 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def prompts_of(episode, context, history):
-    """The texts that a turn may begin with, from the longest to the shortest."""
-    if context == "full":
-        return [episode.full_prompt()]
-    return (episode.window_prompt(k) for k in range(history, -1, -1))
-
-
 def next_prompt(lm, texts, before, limit):
     """-> (text, its ids) of the first text that fits behind the ids `before`, else of the last."""
     for text in texts:
@@ -506,7 +432,6 @@ def next_prompt(lm, texts, before, limit):
 
 
 ANSWER_STEPS = 8  # decoding steps a game has to answer before it is waited for
-AHEAD = 16  # games loaded ahead of their turn
 
 
 def play(traj, task, sampler, pool, seed, prompts):
@@ -549,15 +474,13 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
     episode) of each trajectory as soon as it is over.
 
     A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
-    compute than rows are decoded, and is waited for if need be. What is decoded together thus
-    depends on steps, never on the clock: games may answer in any order, workers may die, and with
-    the same weights a rollout repeats to the last bit.
+    compute than rows are decoded, and is waited for if need be. So what is decoded together never
+    depends on the clock, and with the same weights a rollout repeats to the last bit.
 
     `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers.
-    prompts(traj, turns, episode) may give other texts than `prompts_of`. An episode whose next
+    prompts(traj, turns, episode) may give other texts than Episode.prompts. An episode whose next
     prompt does not fit the sampler ends as truncated, and without a turn if it was the first."""
-    prompts = prompts or (
-        lambda traj, turns, episode: prompts_of(episode, sampler.context, history))
+    prompts = prompts or (lambda traj, turns, game: game.prompts(sampler.context, history))
     waiting, plays = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks)), {}
     thinking = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
     sampler.forget()
@@ -567,7 +490,7 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
             plays[traj] = play(traj, task, sampler, pool, seed, prompts)
             next(plays[traj])  # it starts its game
             thinking.append((traj, sampler.steps))
-        pool.load([task for _, task in list(waiting)[:AHEAD]])
+        pool.load([task for _, task in list(waiting)[:16]])  # in the background
         steps = thinking[0][1] + ANSWER_STEPS - sampler.steps if thinking else None
         for traj, response in sampler.run(steps):
             plays[traj].send(response)  # it acts
@@ -589,34 +512,28 @@ def rollout(sampler, tasks, pool, **options):
     for _, played, episode in trajectories(sampler, tasks, pool, **options):
         if not played:
             raise ValueError(
-                f"the first prompt of {episode.info['task']!r} has more than the {sampler.limit} "
-                f"tokens that fit beside a response of {sampler.max_new}: lower --max_new, raise "
-                "--max_prompt or --max_context, or take a model with a longer context")
+                f"the first prompt of {episode.info['task']!r} is longer than {sampler.limit} "
+                "tokens: lower --max_new, raise --max_prompt or --max_context, or take a model "
+                "with a longer context")
         turns += played
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
 
 def main():
     import envs
+    from worlds.machine import Parser, one_line_errors
 
-    parser = argparse.ArgumentParser(description="Samples one prompt with both engines.")
+    parser = Parser(description="Samples one prompt with both engines.")
     parser.add_argument("--model", default="tiny", help="tiny, a folder, a hub id or a bare name")
-    parser.add_argument("--max_new", type=int, default=32, help="tokens of the response, at most")
-    args = parser.parse_args()
-    try:
-        lm = load(args.model, words=envs.words())
-        env = envs.make_env("house")
-        obs, info = env.reset(envs.tasks("house", "train")[0])
-        prompt = env.episode(obs, info).window_prompt()
-        u = uniforms((0,), 0, 0, args.max_new)[None]
+    with one_line_errors("rollout.py"):
+        lm, env = load(parser.parse_args().model, words=envs.words()), envs.make_env("house")
+        prompt = env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt()
         print(prompt)
         for engine in ("kv", "hf"):
-            sampler = Sampler(lm, engine, max_new=args.max_new)
+            sampler, u = Sampler(lm, engine, max_new=32), uniforms((0,), 0, 0, 32)[None]
             response, = sampler([0], [lm.chat.first(prompt)], u)
             print(f"\n{engine}: V {response.v:.3f}, Q {response.q:.3f}, {len(response.ids)} tokens "
                   f"of log-prob {sum(response.logp):.4f}\n{lm.text(response.ids)}")
-    except ValueError as error:
-        sys.exit(f"rollout.py: {error}")
 
 
 if __name__ == "__main__":

@@ -43,13 +43,14 @@ import sapo
 import train
 from envs import Episode, Pool, make_env, parse_action, tasks, type_of
 from model import (Critic, actor_critic, entropy, hub_id, is_tiny, load, make_batch,
-                   named_value_ids, readout_at_start, reserve_value_ids, restricted_log_softmax,
+                   reserve_value_ids, restricted_log_softmax,
                    value_readout)
 from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
 from worlds import machine
+from worlds.reserved import named_value_ids, readout_at_start
 from worlds.test_machine import checkpoints
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
 from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
@@ -3247,7 +3248,7 @@ def test_every_file_shows_its_concern(capsys, monkeypatch):
     assert "Won" in capsys.readouterr().out
     run_main(model_module, monkeypatch)
     assert "w+" in capsys.readouterr().out
-    run_main(rollout_module, monkeypatch, "--max_new", 9)
+    run_main(rollout_module, monkeypatch)
     said = capsys.readouterr().out
     kv, hf = re.findall(r"^(?:kv|hf): (.*\n.*)$", said, re.M)
     assert kv == hf and "\nkv: " in said and "\nhf: " in said  # the numbers and the text

@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 import envs
 import eval as evaluation
-from model import (Batch, Critic, Scores, hub_id, is_tiny, load, make_batch, micro_batches,
-                   readout_at_start)
+from model import Batch, Critic, Scores, hub_id, is_tiny, load, make_batch, micro_batches
 from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
@@ -36,6 +35,7 @@ from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, We
                             gather, join_ranks, newest_checkpoint, one_line_errors, peak_memory,
                             rank, read_json, recompute_activations, restore, save_checkpoint, say,
                             signals_noted, world, write_file, write_folder)
+from worlds.reserved import readout_at_start
 
 
 def train(lm, pool, config, checkpoint=None):

@@ -33,7 +33,7 @@ import eval as evaluation
 import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from model import hub_id, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
-from rollout import next_prompt, prompts_of, rollout
+from rollout import next_prompt, rollout
 from worlds import machine
 
 # ---------------------------------------------------------------------------- the demonstrators
@@ -187,7 +187,7 @@ def samples_of(lm, name, turns, context, history):
         text = RESPONSE.format(thought=turn.thought, action=action)
         response = lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
         ids = ids if context == "full" else []
-        ids = ids + next_prompt(lm, prompts_of(episode, context, history), ids, float("inf"))[1]
+        ids = ids + next_prompt(lm, episode.prompts(context, history), ids, float("inf"))[1]
         span, ids = (len(ids), len(ids) + len(response)), ids + response
         if context == "window":
             samples.append((ids, [span]))

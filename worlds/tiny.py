@@ -10,6 +10,16 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2)
 
+SPOKEN = (  # fixed strings of the house and of ALFWorld
+    "go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|from the|to|"
+    "to the|with|using the|put|two|hot|in|at|under the desklamp|You are in the middle of a room. "
+    "Looking quickly around you, you see|Your task is to|You arrive at|The|On the|you see|"
+    "is closed|is open. In it|You open the|You close the|You pick up the|You move the|"
+    "You clean the|You heat the|You cool the|You turn on the|Nothing happens|You are carrying|"
+    "You are not carrying anything|nothing|You are facing the|Next to it|This is|find|drop|done|"
+    "There's nothing special about|<think>|</think>|<action>|</action>|"
+    "-= Welcome to TextWorld, ALFRED! =-").split("|")
+
 
 def tiny_tokenizer(phrases, nouns):
     """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
