@@ -118,11 +118,11 @@ def choose(logits, u, value_ids, temperature):
         mass = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
         below = 1 - 2 ** -40  # keeps the target below the sum where u rounds to 1
         target = u[:, None].double().clamp(max=below) * mass[:, -1:]
-        block = torch.searchsorted(mass, target, right=True)
+        block = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[1] - 1)
         inner = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
-        rest = target - F.pad(mass, (1, 0)).gather(1, block)
-        rest = torch.minimum(rest, inner[:, -1:] * below)
+        rest = torch.minimum(target - F.pad(mass, (1, 0)).gather(1, block), inner[:, -1:] * below)
         token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
+        token = token.clamp(max=logp.shape[1] - 1)  # NaN must not index beyond the words
     return token[:, 0], logp.gather(1, token)[:, 0]
 
 

@@ -33,6 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits f
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import envs
@@ -1572,6 +1573,48 @@ def test_choose_draws_from_the_restricted_softmax():
     ends = choose(torch.zeros(3, 100000), edge, (0, 99999), 1.0)[0].tolist()
     assert not set(ends) & {0, 99999, 100000}
     assert choose(logits, u[:1], value_ids, 0.0)[0].item() == 0
+
+
+def test_logits_that_are_not_finite_end_an_iteration_and_index_nothing_beyond_the_words(tmp_path):
+    logits = torch.tensor([[NAN] * 300, [math.inf, -math.inf] * 150, [0.0] * 300])
+    token, logp = choose(logits, torch.full((3,), 0.9), (0, 1), 0.7)
+    assert ((0 <= token) & (token < 300)).all() and logp.isfinite().tolist() == [False, False, True]
+    lm = random_model("qwen2", 1)
+    with torch.no_grad():
+        lm.head.weight[7] = NAN
+    turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:2])
+    with pytest.raises(ValueError, match="iteration 3: .* not finite; lower --lr"):
+        train.pack(turns, small_config(tmp_path), 3, lm.device)
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses what would wait for a GPU, or copy to or from it."""
+
+    REFUSED = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero,
+               torch.ops.aten.masked_select, torch.ops.aten.lift_fresh, torch.ops.aten._unique2}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in self.REFUSED, func
+        by_mask = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
+        assert not (by_mask and any(i is not None and i.dtype == torch.bool for i in args[1])), func
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_a_decoding_step_neither_waits_nor_copies(context):
+    lm = random_model("qwen2", 1)
+    sampler = Sampler(lm, context=context, max_new=6)
+    for name in range(3):
+        sampler.add(name, [5 + name] * (4 + name), torch.full((6,), 0.3))
+    sampler.run(2)
+    with torch.no_grad():
+        for refused in (lambda: torch.tensor([1]), lambda: torch.ones(2).sum().item(),
+                        lambda: torch.ones(2)[torch.tensor([True, False])]):
+            with pytest.raises(AssertionError), NothingFromTheHost():
+                refused()
+        with NothingFromTheHost():
+            sampler.step()
+    assert sampler.open == 3
 
 
 def test_reserved_words_are_never_sampled_even_when_they_are_the_likeliest():

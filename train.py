@@ -75,8 +75,7 @@ def train(lm, pool, config, checkpoint=None):
             bar.set_postfix_str(f"success {metrics['success']:.0%}, V explains "
                                 f"{metrics['v_explained_variance']:.0%}")
             if learner.failed == PATIENCE:
-                raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr, or look "
-                                 "at the losses in metrics.jsonl")
+                raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr")
             done = iteration + 1
             clock.start()  # a checkpoint counts for the next one
             due = done % config.save_every == 0 if config.save_every else clock.save_is_due()
@@ -143,6 +142,9 @@ def make_samples(turns, context):
 def pack(turns, config, iteration, device):
     """Shuffles all ranks' samples alike and splits them into ceil(turns / mini_batch) mini-batches
     of nearly equal size -> Played, and of each mini-batch this rank's micro-batches, if any."""
+    if not all(np.isfinite(turn.logp).all() for turn in turns):
+        raise ValueError(f"iteration {iteration}: the sampler's log-probs are not finite; lower "
+                         "--lr, or look at kl and grad_norm in metrics.jsonl")
     mine = {(s[2][0].traj, s[2][0].turn): s for s in make_samples(turns, config.context)}
     sizes = sorted(gather([(key, len(sample[2])) for key, sample in mine.items()]))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(sizes))

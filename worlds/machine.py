@@ -369,7 +369,10 @@ def signals_noted():
         if noted and time.time() > noted[0] + 1:
             raise KeyboardInterrupt
         if not noted:
-            print("\nleaves after this iteration; another Ctrl-C leaves at once", file=sys.stderr)
+            hurry = (", if it ends within torchrun's 30 seconds; python train.py has no such limit"
+                     if dist.is_torchelastic_launched() else "")
+            print(f"\nleaves after this iteration{hurry}; another Ctrl-C leaves at once",
+                  file=sys.stderr)
         noted.append(time.time())
 
     before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
