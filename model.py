@@ -196,6 +196,8 @@ class ActorCritic:
     compile: bool = False
 
     def __post_init__(self):
+        if all_full(self.model.base_model):
+            self.model.config._attn_implementation = "folded"
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
@@ -360,8 +362,6 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0, r_max=10.0):
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
     text uses. ValueError where the model cannot be served."""
-    if all_full(model.base_model):
-        model.config._attn_implementation = "folded"
     chat, rows = Chat(tokenizer), len(model.get_output_embeddings().weight)
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens:

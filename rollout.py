@@ -78,7 +78,8 @@ class Rows:
         keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)
         if not self.span:
             return k, v
-        return keys[self.read, :, :self.span], values[self.read, :, :self.span]
+        rows = slice(len(k)) if self.read is None else self.read
+        return keys[rows, :, :self.span], values[rows, :, :self.span]
 
     def get_seq_length(self, layer_idx=0):
         return 0  # it is asked for where positions are not given, and they always are
@@ -204,8 +205,7 @@ class Sampler:
         is 0, only one another."""
         cache, mask = self.rows, None
         index = torch.arange(len(ids), device=at.device) if rows is None else rows
-        cache.read = slice(len(ids)) if rows is None else rows
-        cache.write, cache.span = (index[:, None], at), span
+        cache.read, cache.write, cache.span = rows, (index[:, None], at), span
         if span:
             unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=cache.keys[0].dtype, device=at.device)

@@ -137,7 +137,7 @@ def test_another_textworld_is_not_touched(small_game, monkeypatch):
 
 @needs_games
 @needs_package
-@pytest.mark.parametrize("number", [7, 1234, 2345])
+@pytest.mark.parametrize("number", [7, 1234])
 def test_real_games_answer_the_same_with_shortcuts(number):
     engine, root = Engine(), alfworld_root()
     tasks = [game_folders(root, "train")[number], game_folders(root, "valid_unseen")[number % 134]]
