@@ -29,7 +29,7 @@ from rollout import Response, Sampler, next_prompt, trajectories, uniforms
 from worlds.machine import (Count, Parser, Size, Weight, newest_checkpoint, one_line_errors,
                             options_of, read_json, write_file)
 
-SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's for evaluation
+SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's temperature here
 EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
@@ -227,13 +227,13 @@ SHARED = {"env": str, "data": str, "goals": str, "context": Literal["window", "f
 def make_parser():
     parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--model", help="a run, a model folder, a hub id or a bare name; tiny: an untrained model")
+    add("--model", help="a run, a model folder, a hub id or a bare name; tiny: random weights")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=Size, default=1, help="how often every game is played")
     add("--temperature", type=Weight, default=TEMPERATURE, help="0 is greedy")
     add("--seed", type=Count, default=0)
-    add("--out", help="NAME.json or a folder (default: eval-SPLIT.json in the run, or eval.json)")
+    add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or here")
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
         "training; react: all thoughts and turns; reflexion: several attempts with lessons")
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server; its key in OPENAI_API_KEY")
@@ -257,7 +257,7 @@ def complete(args):
     known |= json.loads(config.read_text()) if weights else {}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
-    if args.prompt != "plain":  # the past is shown anew in every turn, a whole one of ALFWorld fits
+    if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's
         args.context, known["max_prompt"] = "window", 8192
     vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
@@ -292,8 +292,8 @@ def evaluate(args):
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
     usual = (None, "synthetic", "plain")
     kinds = [args.split, *(word for word in (args.goals, args.prompt) if word not in usual)]
-    out = args.out or (f"{args.model}/eval-{'-'.join(kinds)}.json" if weights else "eval.json")
-    out = Path(out) if out.endswith(".json") else Path(out, "eval.json")
+    out = args.out or (args.model if weights else ".")
+    out = Path(out) if out.endswith(".json") else Path(out, f"eval-{'-'.join(kinds)}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     if args.endpoint:
         sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new, args.rows,

@@ -10,7 +10,7 @@
 A training sample is a token sequence with one or more turns in it; a turn is the span [start, end)
 of its response. V is read at start - 1, Q at end - 1, the last token the policy chose. Shapes: B
 sequences, T tokens, M response tokens, N turns, V vocabulary, D width.
-`# SAPO:` marks what the paper adds. Departures from the paper: none.
+`# SAPO:` marks what the paper adds.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
 import copy
@@ -57,8 +57,8 @@ def entropy(logp, value_ids):
 
 class Batch(NamedTuple):
     """Sequences, padded on the right so that causal attention needs no mask, and the positions of
-    response tokens and turns in them. These are made on the host, where a boolean mask on a GPU
-    would make the host wait."""
+    response tokens and turns in them. These are made on the host, because indexing by a boolean
+    mask on a GPU would make the host wait."""
 
     ids: torch.Tensor  # (B, T)
     length: torch.Tensor  # (B,) for imitation and measurements
@@ -88,7 +88,8 @@ def make_batch(samples):
 
 
 def micro_batches(samples, budget):
-    """[(ids, ...)] -> lists of like length, shortest first, of at most `budget` padded tokens."""
+    """[(ids, ...)] -> groups of samples of similar length, shortest first, each of at most `budget`
+    padded tokens or of one sample."""
     groups = []
     for sample in sorted(samples, key=lambda s: len(s[0])):
         if not groups or (len(groups[-1]) + 1) * len(sample[0]) > budget:
@@ -148,7 +149,8 @@ def attend(module, query, key, value, mask, scaling=None, **kwargs):
     return out.transpose(1, 2), None
 
 
-# transformers builds no mask for a name it does not know, and does not ask a GPU for positions.
+# transformers has no mask function of this name: it builds no mask, and does not ask a GPU whether
+# positions are consecutive. So padding on the left, as in `generate`, needs "sdpa" instead.
 AttentionInterface.register("folded", attend)
 
 
@@ -292,7 +294,8 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        self.__dict__["run"] = compiled(self.body) if lm.compile else self.body  # no submodule
+        # past Module.__setattr__, which would count the weights twice
+        self.__dict__["run"] = compiled(self.body) if lm.compile else self.body
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
@@ -333,12 +336,6 @@ def pretrained(name, dtype):
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"cannot load model {name!r}: neither tiny, nor the folder of a causal "
                          f"language model, nor a hub id that can be reached ({why})") from None
-
-
-def is_tiny(name):
-    """Whether a name is "tiny" or the folder of such a model."""
-    from worlds.tiny import SIZES  # here, so that a copy of this file works without it
-    return name == "tiny" or SIZES.items() <= json_in(name, "config.json").items()
 
 
 def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32,

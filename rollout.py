@@ -8,7 +8,7 @@
 A token is drawn by a uniform number that depends on (seed, iteration, trajectory, turn) alone, so
 engine, number of rows and rank change a trajectory only by rounding. The past is shown in one of
 two ways (`context`): `window` builds each turn's prompt anew from the last k turns; in `full` the
-conversation grows, and the cache lives across turns. Departures from the paper: none.
+conversation grows, and the cache lives across turns, which the paper does not do.
 Symbols: R rows, T tokens, S longest sequence, H heads, D head size.
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
@@ -157,7 +157,7 @@ class Sampler:
         """Forgets every sequence. The memory stays, because captured graphs point into it."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
-        self.length = []  # a bound on `at` that the host knows, so that no step waits for the GPU
+        self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
@@ -165,7 +165,7 @@ class Sampler:
             self.names[self.names.index(name)] = None
 
     def prepare(self, compile):
-        """Chooses what depends on the device. ValueError where kv cannot serve the model."""
+        """Sets the kv engine up for the device, and compares it with the model."""
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -201,8 +201,8 @@ class Sampler:
 
     def forward(self, ids, at, span, rows=None):
         """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
-        no copy -> hidden states (R, T, D). They see their row up to position span, or, where span
-        is 0, only one another."""
+        no copy -> hidden states (R, T, D). A token sees its own row up to itself; with span 0 the
+        row is new, and else it is read up to position span."""
         cache, mask = self.rows, None
         index = torch.arange(len(ids), device=at.device) if rows is None else rows
         cache.read, cache.write, cache.span = rows, (index[:, None], at), span
@@ -210,7 +210,7 @@ class Sampler:
             unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=cache.keys[0].dtype, device=at.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
-        real = at % min(cache.longest, self.lm.max_length)  # padding is at S
+        real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may be anywhere
         return self.lm.model.base_model(input_ids=ids, position_ids=real, attention_mask=mask,
                                         past_key_values=cache, use_cache=True).last_hidden_state
 
@@ -284,12 +284,12 @@ class Sampler:
         step = 1 if n <= 2 else 4 if n <= 16 else 16
         return -(-n // step) * step, -(-span // 256) * 256
 
-    def settle(self, going):
-        """Brings the rows that go on to the front, where they change places with conversations
+    def settle(self, keep):
+        """Brings the rows `keep` to the front, where they change places with conversations
         that wait; nothing is copied out of a free row."""
-        self.open, moves = len(going), []
-        gaps = sorted(set(range(self.open)) - set(going))
-        for gap, late in zip(gaps, [i for i in going if i >= self.open]):
+        self.open, moves = len(keep), []
+        gaps = sorted(set(range(self.open)) - set(keep))
+        for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
             for host in (self.names, self.length):
                 host[gap], host[late] = host[late], host[gap]
             moves += [(gap, late)] if self.names[late] is None else [(gap, late), (late, gap)]
@@ -403,7 +403,7 @@ class Turn:
     q: float
     reward: float
     done: bool  # the episode ended after this turn
-    truncated: bool  # it ended at the horizon, or because the next prompt did not fit
+    truncated: bool  # it was cut short, at the horizon or as `outgrown`
     invalid: bool  # the response could not be parsed
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool

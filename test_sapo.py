@@ -43,7 +43,7 @@ import rollout as rollout_module
 import sapo
 import train
 from envs import Episode, Pool, make_env, parse_action, tasks, type_of
-from model import (Critic, actor_critic, entropy, hub_id, is_tiny, load, make_batch,
+from model import (Critic, actor_critic, entropy, hub_id, load, make_batch,
                    reserve_value_ids, restricted_log_softmax,
                    value_readout)
 from rollout import Sampler, choose, rollout
@@ -53,6 +53,7 @@ from train import make_samples
 from worlds import machine
 from worlds.reserved import named_value_ids, readout_at_start
 from worlds.test_machine import checkpoints
+from worlds.tiny import is_tiny
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
 from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
 
@@ -1506,7 +1507,7 @@ def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
             graphs[chunk, compile, n] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found.append((*scores, gradient(lm.model)))
     for others in found[1:]:
-        torch.testing.assert_close(others, found[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(others, found[0], atol=1e-4, rtol=1e-4)
     made = [*graphs.values()]
     assert made[0] == made[1] < made[2] == made[3] <= made[1] + 6 and made[4] == made[5]
 

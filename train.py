@@ -5,10 +5,9 @@
     torchrun --nproc_per_node=2 train.py ...                       tasks are split over the ranks
     python train.py --resume --out RUN                             goes on after a kill
 
-`train` is the loop, `Config` every setting, each of them a flag; the methods SAPO is compared with
+`train` is the loop, `Config` the settings, each of them a flag; the methods SAPO is compared with
 stand last. Whatever is computed over a batch is global over the ranks, so that one rank and many
-compute the same. Departures from the paper: an iteration's turns are cut into mini-batches, with a
-step on each; the learning rate of the tiny model, which has imitated first, rises and falls.
+compute the same. README.md says where this departs from the paper.
 """
 import copy
 import dataclasses
@@ -25,17 +24,18 @@ from tqdm import tqdm
 
 import envs
 import eval as evaluation
-from model import Batch, Critic, Scores, hub_id, is_tiny, load, make_batch, micro_batches
+from model import Batch, Critic, Scores, hub_id, load, make_batch, micro_batches
 from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, barrier,
-                            begin_folder, clip_gradients, everyone, flags_of, forecast_memory,
-                            gather, join_ranks, newest_checkpoint, one_line_errors, peak_memory,
-                            rank, read_json, recompute_activations, restore, save_checkpoint, say,
-                            signals_noted, world, write_file, write_folder)
+                            begin_folder, everyone, flags_of, forecast_memory, gather, join_ranks,
+                            mean, newest_checkpoint, one_line_errors, peak_memory, rank, read_json,
+                            recompute_activations, restore, save_checkpoint, say, signals_noted,
+                            sum_and_clip_gradients, world, write_file, write_folder)
 from worlds.reserved import readout_at_start
+from worlds.tiny import is_tiny
 
 
 def train(lm, pool, config, checkpoint=None):
@@ -77,13 +77,13 @@ def train(lm, pool, config, checkpoint=None):
             if learner.failed == PATIENCE:
                 raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr")
             done = iteration + 1
-            clock.start()  # a checkpoint counts for the next one
+            clock.start()  # a checkpoint's seconds are logged with the next iteration
             due = done % config.save_every == 0 if config.save_every else clock.save_is_due()
-            leave, due = map(any, zip(*gather([(bool(noted), due)])))
+            leave, due = map(any, zip(*gather([(bool(noted), due)])))  # ranks' clocks differ
             if due or leave or done == config.iterations:
                 save_checkpoint(learner, config.out, done)
                 clock.saved()
-            if leave:
+            if leave and done < config.iterations:
                 raise KeyboardInterrupt
 
 
@@ -149,10 +149,10 @@ def pack(turns, config, iteration, device):
     sizes = sorted(gather([(key, len(sample[2])) for key, sample in mine.items()]))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(sizes))
     total = sum(n for _, n in sizes)
-    parts = max(1, -(-total // config.mini_batch))  # equal ones: a small last step is noisy
+    parts = -(-total // config.mini_batch)  # equal ones, because a small last step is noisy
     plan, filled = [[] for _ in range(parts)], 0
     for key, n in (sizes[i] for i in order):
-        plan[min(parts - 1, filled * parts // max(1, total))].append(key)
+        plan[filled * parts // total].append(key)  # the part it begins in
         filled += n
     batches, ordered, m = [], [], 0
     for keys in filter(None, plan):
@@ -204,10 +204,11 @@ def turn_level_targets(played, v, q, config):
 
 
 class Learner:
-    """SAPO: what is trained, and how. The other methods differ in `targets` and `loss`."""
+    """SAPO: what is trained, and how. The other methods have other targets and losses."""
 
     def __init__(self, lm, config, **others):
-        """others: models that are trained beside the policy, by the suffix of their metrics."""
+        """others: models beside the policy by a suffix: `_critic` is trained on `loss_critic` and
+        logged as loss_critic, grad_norm_critic, ..."""
         self.lm, self.config, self.clock = lm, config, Clock()
         if config.beta:
             self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
@@ -270,7 +271,7 @@ def take_step(model, optimizer, mini, config, loss_of):
         loss, info = loss_of(micro)
         loss.backward()
         infos.append(info | {"loss": loss.detach()})
-    norm = clip_gradients(model.eval(), GRAD_CLIP)
+    norm = sum_and_clip_gradients(model.eval(), GRAD_CLIP)
     infos = gather([{k: float(x) for k, x in info.items()} for info in infos])
     out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
     finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
@@ -307,9 +308,9 @@ class Config:
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO]-SEED
     seed: Count = 0  # random seed
-    iterations: Count = 150  # of rollout and update; the learning rate's line ends with them
+    iterations: Count = 150  # of rollout and update; the learning rate reaches lr_end after them
     algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
-    tasks: Size = 128  # |B|: trajectories an iteration, of as many tasks unless --group
+    tasks: Size = 128  # |B|: trajectories an iteration, of tasks / group different tasks
     group: Size = None  # trajectories of the same task; default 8 for what compares them, else 1
     context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
@@ -321,7 +322,7 @@ class Config:
     places: Size = 5  # house: its size
     objects: Size = 4  # house: things that can be carried
     max_new: Size = 512  # tokens a response may take
-    max_prompt: Size = 2048  # tokens a window prompt may take
+    max_prompt: Size = None  # tokens a window prompt may take; default the environment's
     max_context: Size = None  # tokens a conversation may take; default the model's limit
     workers: Count = None  # processes that play; default none for house, else one per core (to 16)
 
@@ -347,10 +348,10 @@ class Config:
     tokens_per_micro_batch: Size = 8192  # padded tokens a forward pass
     old: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's own
     checkpointing: bool = False  # recompute activations: less memory, a third more time
-    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; bfloat16 at random
+    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
 
-    eval_games: Count = None  # held-out games before and after; default the environment's number
-    save_every: Size = None  # iterations between checkpoints; default: a twentieth of the time
+    eval_games: Count = None  # held-out games before and after; default: all, or --tasks if small
+    save_every: Size = None  # iterations between checkpoints; default: they take 1/20 of the time
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
     wandb: bool = False  # send the metrics to wandb as well
 
@@ -360,9 +361,9 @@ PRESETS = {
     "tiny": dict(dtype="float32", iterations=40, tasks=64, max_new=16, max_prompt=8192, lr=4e-4,
                  critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
                  tokens_per_micro_batch=4096),
-    "webshop": dict(max_prompt=4096, mini_batch=64)}  # long pages, short episodes
-GRAD_CLIP = 1.0  # the framework's
-ROLLOUT, SHUFFLE, TASKS = range(3)  # what follows (seed, iteration) in a seed; eval.py has 5 and 6
+    "webshop": dict(mini_batch=64)}  # its episodes are short
+GRAD_CLIP = 1.0  # the framework's, as is AdamW's weight decay of 0.01
+ROLLOUT, SHUFFLE, TASKS = range(3)  # last word of a seed; imitate.py has 3 and 4, eval.py 5 to 7
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
 MAY_CHANGE = {"iterations", "save_every", "workers", "data", "wandb", "out", "resume", "rows",
@@ -381,7 +382,7 @@ def parse_config(argv=None):
         stored = read_json(f"{out}/config.json")
         stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
         if not stored and given.keys() <= {"resume", "out"}:
-            raise ValueError(f"--resume: there is no run in {out}")  # a first start has more flags
+            raise ValueError(f"--resume: there is no run in {out}")
         asked = Config(**stored | given)
     preset = PRESETS["webshop"] if asked.env == "webshop" else {}
     preset = preset | PRESETS["tiny"] if is_tiny(asked.model) else preset
@@ -398,7 +399,8 @@ def with_defaults(config):
     """Fills in what follows from other settings or from the machine."""
     env, few = envs.known(config.env), config.tasks < 64 and config.env != "house"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    defaults = {"horizon": env.horizon, "workers": envs.default_workers(config.env, ranks),
+    defaults = {"horizon": env.horizon, "max_prompt": env.max_prompt,
+                "workers": envs.default_workers(config.env, ranks),
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
                 "eval_games": config.tasks if few else env.held_out[1],
                 "group": 8 if LEARNERS[config.algo] is Grouped else 1}
@@ -434,12 +436,8 @@ def check(c):
 
 
 def usage(pool, sampler):
-    """-> the seconds games have taken on this rank, the tokens encoded and sampled, so far."""
+    """-> seconds spent on games or waiting for them, tokens encoded and sampled, by now."""
     return np.array([pool.seconds, sampler.tokens_encoded, sampler.tokens_sampled])
-
-
-def mean(values):
-    return float(np.mean(values)) if len(values) else 0.0
 
 
 def summary(turns, targets, steps, used, categories):
@@ -456,10 +454,12 @@ def summary(turns, targets, steps, used, categories):
     v_saturated, q_saturated              shares of readouts where Eq. 1 has no gradient
     v_explained_variance, q_...           of the discounted return (PPO: of the whole return)
     grad_norm, skipped                    before clipping; steps that were not finite
+    v_mean, q_mean, return_mean           of old values and returns, over turns
+    tokens_encoded, tokens_sampled        in the rollout
     sampler_off                           mean |log-prob of the sampler - of the scoring pass|
-    time_*                                seconds on rank 0: rollout (env: its wait for games), old
-                                          and ref (line 3), update; a separate critic's values and
-                                          critic
+    time_*                                seconds on rank 0: rollout (env: its games), old and ref
+                                          (line 3), update; a separate critic's values and critic;
+                                          save: the checkpoint before this iteration
     """
     v, q, returns = (torch.tensor(gather(x.tolist()))
                      for x in (targets.v, targets.q, targets.returns))
@@ -586,7 +586,7 @@ def run(config):
         train(lm, pool, config, checkpoint)
         after = evaluate(lm, pool, config) if config.iterations else before
         peak = max(gather([peak_memory()]))
-        write_folder(f"{config.out}/final", lambda folder: rank() or lm.save(folder))
+        write_folder(f"{config.out}/final", lambda to: lm.save(to) if rank() == 0 else None)
         if rank() == 0:
             write_file(f"{config.out}/cost.json", json.dumps({"peak_memory": peak}))
             print(write_evaluation(before, after, config))
@@ -596,7 +596,7 @@ def run(config):
         barrier()  # a rank that leaves early would pull the others down
     except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
         raise SystemExit(f"\ninterrupted; --resume --out {config.out} goes on from the last "
-                         "checkpoint") from None
+                         "checkpoint, if there is one") from None
     finally:
         pool.close()
 

@@ -32,9 +32,10 @@ import envs
 import eval as evaluation
 import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
-from model import hub_id, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
+from model import hub_id, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import next_prompt, rollout
 from worlds import machine
+from worlds.tiny import is_tiny
 
 # ---------------------------------------------------------------------------- the demonstrators
 

@@ -7,11 +7,12 @@ import torch
 import envs
 import train
 from envs import CATEGORIES, make_env, tasks
-from model import is_tiny, load, make_batch
+from model import load, make_batch
 from tools import imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate
 from tools.test_bench import on_the_cpu, run_main, small_model  # the first one acts by itself
 from worlds import machine
+from worlds.tiny import is_tiny
 from worlds.test_textworld import TRIAL, needs_package, small_game
 
 def test_the_forgetful_demonstrator_fails_at_everything_but_pick():

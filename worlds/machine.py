@@ -1,4 +1,4 @@
-"""What a run needs of the machine it runs on, and nobody needs to understand SAPO.
+"""What a run needs of the machine it runs on. It is not needed to understand SAPO.
 
     flags     a dataclass as command line flags, with bounds
     ranks     the processes that torchrun starts
@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -120,6 +121,10 @@ def gather(items):
     return [x for part in lists for x in part]
 
 
+def mean(values):
+    return float(np.mean(values)) if len(values) else 0.0
+
+
 def say(*words):
     if rank() == 0:
         print(*words, flush=True)
@@ -141,9 +146,8 @@ def round_at_random(x, generator):
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for 16-bit models as well: updates go to float32 master weights, of which
     the model is a rounded copy, because at a learning rate of 1e-6 they are far below bf16's last
-    digit. Each rank keeps the state of its share of the parameters, and sends the others what it
-    has updated (ZeRO 1). One parameter is taken at a time, so that no more than one float32
-    gradient exists. `moments`: torch.float32 or torch.bfloat16."""
+    digit. Each rank keeps the state of every n-th parameter, and sends the others what it has
+    updated (ZeRO 1). `moments`: torch.float32 or torch.bfloat16."""
 
     def __init__(self, params, lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8,
                  moments=torch.float32):
@@ -210,7 +214,7 @@ def recompute_activations(model):
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def clip_gradients(model, most):
+def sum_and_clip_gradients(model, most):
     """Sums the gradients over the ranks, because losses have global denominators, and clips their
     norm -> the norm before."""
     for p in model.parameters():
@@ -258,50 +262,65 @@ def write_folder(path, fill):
 
 def begin_folder(out, settings, checkpoint=None):
     """All ranks call it. Makes a run's folder, with its settings. Of a run that is resumed,
-    metrics.jsonl keeps the lines that the checkpoint knows of; another run that is there is
-    renamed. ValueError where the ranks do not see the same folder."""
-    path, made_with = f"{out}/metrics.jsonl", versions()
-    lines, aside, done = [], 1, iterations_in(checkpoint)
-    unshared = f"all machines must see the same folder {out}, and these do not"
-    if len(set(gather([done]))) > 1:
-        raise ValueError(unshared)
-    if rank() == 0 and settings["resume"]:
-        say(f"{out}: {f'goes on after {done} iterations' if done else 'begins anew'}")
-        with contextlib.suppress(OSError), open(path) as file:
-            lines = file.readlines()[:done]
-        before = read_json(f"{out}/config.json").get("git", made_with["git"])
-        commits = dict.fromkeys([*before.split(", "), made_with["git"]])
-        made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
-    elif rank() == 0 and os.path.exists(path):
-        while os.path.exists(f"{out}.{aside}"):
-            aside += 1
-        os.rename(out, f"{out}.{aside}")
-        say(f"the run that was in {out} is in {out}.{aside} now")
-    if rank() == 0:
+    metrics.jsonl keeps the lines that the checkpoint knows of, and what was made at its end goes;
+    another run that is there is renamed. ValueError where ranks do not see the same folder."""
+    path, done = f"{out}/metrics.jsonl", iterations_in(checkpoint)
+    same = len(set(gather([done]))) == 1
+    if rank() == 0 and same:
+        lines, made_with = [], versions()
+        if settings["resume"]:
+            say(f"{out}: {f'goes on after {done} iterations' if done else 'begins anew'}")
+            with contextlib.suppress(OSError), open(path) as file:
+                lines = file.readlines()[:done]
+            before = read_json(f"{out}/config.json").get("git", made_with["git"])
+            commits = dict.fromkeys([*before.split(", "), made_with["git"]])
+            made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
+            shutil.rmtree(f"{out}/final", ignore_errors=True)
+            for name in ("eval.json", "eval.jsonl"):
+                Path(out, name).unlink(missing_ok=True)
+        elif os.path.exists(path):
+            set_aside(out)
         os.makedirs(out, exist_ok=True)
         write_file(f"{out}/config.json", json.dumps(settings | made_with, indent=1))
         write_file(path, "".join(lines))
     barrier()
-    if not all(gather([os.path.exists(path)])):
-        raise ValueError(unshared)
+    if not same or not all(gather([os.path.exists(path)])):
+        raise ValueError(f"all machines must see the same folder {out}, and these do not")
+
+
+def set_aside(out):
+    """Renames a run's folder to OUT.1, or the next number that is free."""
+    n = 1
+    while os.path.exists(f"{out}.{n}"):
+        n += 1
+    os.rename(out, f"{out}.{n}")
+    say(f"the run that was in {out} is in {out}.{n} now")
+
+
+def in_one_line(error):
+    """An error's message with a remedy."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return ("out of memory. In an update: lower --tokens_per_micro_batch, or add "
+                "--checkpointing; in a rollout: lower --rows or --max_context; anywhere: "
+                f"--moments bfloat16, or more ranks ({str(error).splitlines()[0]})")
+    package = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    return f"{error}; pip install {package}" if package else str(error)
 
 
 @contextlib.contextmanager
 def one_line_errors(script, *known):
-    """What a script's user can mend ends it with one line. known: errors beside the usual ones."""
+    """What a script's user can mend ends it with one line, or, where the environment has DEBUG=1,
+    with a traceback. known: errors beside the usual ones."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"{script}: out of memory. In an update: lower --tokens_per_micro_batch, or add "
-                 "--checkpointing; in a rollout: lower --rows or --max_context; anywhere: "
-                 f"--moments bfloat16, or more ranks ({str(error).splitlines()[0]})")
-    except ImportError as error:
-        sys.exit(f"{script}: {error}" + (f"; pip install {error.name}" if error.name else ""))
-    except (ValueError, OSError, *known) as error:
-        sys.exit(f"{script}: {error}")
+    except Exception as error:
+        if os.environ.get("DEBUG") or not isinstance(error, (
+                torch.OutOfMemoryError, ValueError, OSError, ImportError, *known)):
+            raise
+        sys.exit(f"{script}: {in_one_line(error)}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
     finally:
@@ -335,8 +354,9 @@ def save_checkpoint(learner, out, done):
 
     path = Path(out, f"checkpoint-{done}")
     write_folder(path, fill)
-    for older in set(path.parent.glob("checkpoint-*")) - {path} if rank() == 0 else ():
-        shutil.rmtree(older)
+    if rank() == 0:
+        for older in set(path.parent.glob("checkpoint-*")) - {path}:
+            shutil.rmtree(older, ignore_errors=True)
 
 
 @torch.no_grad()
@@ -348,7 +368,7 @@ def restore(learner, path, load):
         for mine, theirs in zip(learner.lm.model.parameters(), saved.parameters()):
             mine.copy_(theirs)
         if hasattr(learner, "critic"):
-            learner.critic.load_state_dict(torch.load(path / "critic.pt"))
+            learner.critic.load_state_dict(torch.load(path / "critic.pt", map_location="cpu"))
         for share in path.glob("optimizer-*.pt"):
             states = torch.load(share, map_location="cpu", mmap=True)
             for optimizer, its in zip(learner.optimizers.values(), states):
@@ -420,7 +440,8 @@ class Clock:
         self.saved_at, self.save_took = self.last, self.laps["time_save"]
 
     def save_is_due(self):
-        """Whether another checkpoint takes less than a twentieth of the time since the last."""
+        """Whether another checkpoint takes less than a twentieth of the time since the last. The
+        first one is always due, and measures how long one takes."""
         return self.save_took < (time.time() - self.saved_at) / 20
 
     def seconds(self):

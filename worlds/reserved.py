@@ -4,7 +4,7 @@ import torch
 
 
 def named_value_ids(tokenizer, names, taken, rows=float("inf")):
-    """The ids of the two tokens, or rows of the head by number, that the user named."""
+    """The ids of the two tokens that the user named; what is no token may be a row's number."""
     words = tokenizer.get_vocab()
     ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in names)
     for name, i in zip(names, ids):
@@ -23,9 +23,10 @@ def readout_at_start(lm, prompts):
     """The logit difference z+ - z- before and after an empty response to each prompt (a list of
     ids), before any training -> mean, deviation, saturated share. ValueError where Eq. 1 is flat
     for most."""
-    end = lm.chat.later("-")[:1]
+    end = lm.chat.later("-")[:1]  # the end of a turn; V is read before it and Q after it
     ends = [lm.body(torch.tensor([ids + end], device=lm.device))[0, -2:] for ids in prompts]
-    diff = -lm.value_logits(torch.cat(ends)).diff()[:, 0]
+    plus, minus = lm.value_logits(torch.cat(ends)).unbind(-1)
+    diff = plus - minus
     saturated = (diff.abs() > lm.tau_v).float().mean().item()
     if saturated > 0.5:
         raise ValueError(f"{saturated:.0%} of the value readouts start saturated: the logits of "

@@ -7,6 +7,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from worlds.machine import read_json
+
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2)
 
@@ -61,3 +63,8 @@ def tiny(phrases, nouns, seed=0):
         model = Qwen2ForCausalLM(config)
     model.lm_head.weight.data[-2:] = 0
     return model, tokenizer
+
+
+def is_tiny(name):
+    """Whether a name is "tiny" or the folder of such a model."""
+    return name == "tiny" or SIZES.items() <= read_json(f"{name}/config.json").items()
