@@ -202,7 +202,7 @@ class AdamW(torch.optim.Optimizer):
         """Takes this rank's share of what `numbered` gave on any rank, of any number of them."""
         for n, p in enumerate(self.param_groups[0]["params"]):
             if n in states and n % world() == rank():
-                self.state[p] = {k: x.to(p.device) if isinstance(x, torch.Tensor) else x
+                self.state[p] = {k: x.to(p.device, copy=True) if isinstance(x, torch.Tensor) else x
                                  for k, x in states[n].items()}
 
 
