@@ -2377,6 +2377,12 @@ def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(t
         small_config(tmp_path, *flags)
 
 
+def test_the_tiny_model_spells_what_it_has_no_word_for():
+    lm = load("tiny")
+    said = lm.text(lm.chat.first("go to fridge 1"))
+    assert said == "<|user|> go to fridge 1 <|end|> <|assistant|>"
+
+
 def test_a_tiny_models_folder_has_the_tiny_models_settings_and_every_field_is_a_flag(tmp_path):
     tiny, folder = small_config(tmp_path), small_config(tmp_path, "--model", TINY_HOUSE)
     large = small_config(tmp_path, "--model", "Qwen2.5-1.5B-Instruct")

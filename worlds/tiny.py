@@ -49,7 +49,7 @@ def tiny_tokenizer(phrases, nouns):
                                    unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
 
 
-def tiny(phrases, nouns, seed=0):
+def tiny(phrases=(), nouns=(), seed=0):
     """A randomly initialised Qwen2 of about 0.2 M parameters and its tokenizer. Its embeddings are
     untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start."""
     tokenizer = tiny_tokenizer(phrases, nouns)
