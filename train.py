@@ -30,9 +30,9 @@ from sapo import (actor_loss, discounted_returns, empg_advantages, episode_retur
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, barrier,
-                            begin_folder, everyone, flags_of, forecast_memory, gather, join_ranks,
-                            mean, newest_checkpoint, one_line_errors, peak_memory, rank, read_json,
-                            recompute_activations, restore, save_checkpoint, say, signals_noted,
+                            begin_folder, everyone, fitted, flags_of, forecast_memory, gather,
+                            join_ranks, mean, newest_checkpoint, one_line_errors, peak_memory, rank,
+                            read_json, restore, save_checkpoint, say, signals_noted,
                             sum_and_clip_gradients, world, write_file, write_folder)
 from worlds.reserved import readout_at_start
 from worlds.tiny import is_tiny
@@ -567,9 +567,7 @@ def prepare(config):
     mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
     say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
         f"difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
-    if config.checkpointing:
-        recompute_activations(lm.model)
-    return dataclasses.replace(lm, compile=config.compile)
+    return fitted(lm, config)
 
 
 def run(config):

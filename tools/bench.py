@@ -314,10 +314,7 @@ def prepare(parser, argv):
     print(f"building {config.model} with random weights", flush=True)
     if config.model != "tiny":
         machine.forecast_memory(architecture(config.model), config, getattr(args, "ppo", False))
-    lm = dataclasses.replace(loaded(config, random_weights=True), compile=config.compile)
-    if config.checkpointing:
-        machine.recompute_activations(lm.model)
-    return args, config, lm
+    return args, config, machine.fitted(loaded(config, random_weights=True), config)
 
 
 def rival_of(config):

@@ -325,9 +325,7 @@ def run(config, flags):
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed,
               words=envs.words(), value_tokens=config.value_tokens, tau_v=config.tau_v,
               r_max=config.r_max)
-    lm = dataclasses.replace(lm, compile=config.compile)
-    if config.checkpointing:
-        machine.recompute_activations(lm.model)
+    lm = machine.fitted(lm, config)
     pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
     players = start_players(config.workers) if config.workers else None
     try:

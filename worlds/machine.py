@@ -206,12 +206,15 @@ class AdamW(torch.optim.Optimizer):
                                  for k, x in states[n].items()}
 
 
-def recompute_activations(model):
-    """From now on activations are recomputed in the backward pass, in training mode alone."""
-    dropout = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    if any(dropout) or getattr(model.config, "attention_dropout", 0):
-        raise ValueError("--checkpointing: this model has dropout, which would be active")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def fitted(lm, config):
+    """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
+    pass of training mode alone."""
+    if config.checkpointing:
+        dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
+        if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
+            raise ValueError("--checkpointing: this model has dropout, which would be active")
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return dataclasses.replace(lm, compile=config.compile)
 
 
 def sum_and_clip_gradients(model, most):
@@ -275,9 +278,10 @@ def begin_folder(out, settings, checkpoint=None):
             before = read_json(f"{out}/config.json").get("git", made_with["git"])
             commits = dict.fromkeys([*before.split(", "), made_with["git"]])
             made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
-            shutil.rmtree(f"{out}/final", ignore_errors=True)
-            for name in ("eval.json", "eval.jsonl"):
-                Path(out, name).unlink(missing_ok=True)
+            if checkpoint:  # or final/ would be all that is left of a run
+                shutil.rmtree(f"{out}/final", ignore_errors=True)
+                for name in ("eval.json", "eval.jsonl"):
+                    Path(out, name).unlink(missing_ok=True)
         elif os.path.exists(path):
             set_aside(out)
         os.makedirs(out, exist_ok=True)

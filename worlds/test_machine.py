@@ -187,3 +187,15 @@ def test_checkpoints_take_a_twentieth_of_the_time(monkeypatch):
             clock.saved()
     assert saved == [0, *range(31, 100, 31)]
     assert clock.seconds()["time_total"] in (0, 15)
+
+
+def test_what_a_run_ended_with_goes_only_where_a_checkpoint_has_its_weights(tmp_path):
+    out, kept = tmp_path / "run", []
+    for checkpoint in (None, out / "checkpoint-2"):
+        (out / "final").mkdir(parents=True, exist_ok=True)
+        for name in ("eval.json", "eval.jsonl", "metrics.jsonl"):
+            (out / name).write_text("1\n2\n3\n")
+        machine.begin_folder(str(out), {"resume": True}, checkpoint)
+        kept.append([(out / name).exists() for name in ("final", "eval.json", "eval.jsonl")])
+    assert kept == [[True] * 3, [False] * 3]
+    assert (out / "metrics.jsonl").read_text() == "1\n2\n"
