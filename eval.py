@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import envs
 from model import load
-from rollout import Response, Sampler, next_prompt, trajectories, uniforms
+from rollout import Response, Sampler, next_prompts, trajectories, uniforms
 from worlds.machine import (Count, Parser, Size, Weight, newest_checkpoint, one_line_errors,
                             options_of, read_json, write_file)
 
@@ -360,12 +360,11 @@ def thought_of(text):
 
 def reflect(sampler, failed, lessons, rows, seed):
     """Adds to the lessons what the model says of its failures, where a prompt fits."""
-    asked = []
-    for number, (turns, episode) in failed.items():
-        prompts = react(turns, episode, lessons[number], REFLECT)
-        ids = next_prompt(sampler.lm, prompts, [], sampler.limit)[1]
-        if len(ids) <= sampler.limit:
-            asked.append((number, ids, uniforms(seed, number, len(turns), sampler.max_new)))
+    asks = [(react(*played, lessons[n], REFLECT), []) for n, played in failed.items()]
+    shown = next_prompts(sampler.lm, asks, sampler.limit)
+    asked = [(n, ids, uniforms(seed, n, len(turns), sampler.max_new))
+             for (n, (turns, _)), (_, ids) in zip(failed.items(), shown)
+             if len(ids) <= sampler.limit]
     while asked or sampler.busy:
         while asked and sampler.busy < rows:
             sampler.add(*asked.pop())
@@ -378,7 +377,8 @@ class Endpoint:
     the tokens are characters. Its client asks again where the server is busy."""
 
     context = "window"
-    lm = SimpleNamespace(chat=SimpleNamespace(first=list), text="".join)
+    lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
+        first=list, prompts=lambda texts, before: [list(text) for text in texts]))
 
     def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048):
         if not url.startswith(("http://", "https://")):

@@ -139,7 +139,8 @@ def attend(module, query, key, value, mask, scaling=None, **kwargs):
     groups, sdpa = query.shape[1] // key.shape[1], F.scaled_dot_product_attention
     grouped = query.unflatten(1, (-1, groups))  # (R, H', G, T, D)
     if mask is None:  # enable_gqa is fast only without a mask
-        out = sdpa(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        shared = {"enable_gqa": True} if groups > 1 else {}  # a comparison cannot be compiled
+        out = sdpa(query, key, value, is_causal=True, scale=scaling, **shared)
     elif query.shape[2] == 1:  # the heads that share K and V are folded into the query axis
         out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
         out = out.flatten(1, 2)[:, :, None]
@@ -159,15 +160,6 @@ def all_full(body):
     layers = getattr(body.config, "layer_types", None)
     window = getattr(body.config, "sliding_window", None)
     return set(layers) == {"full_attention"} if layers else not window
-
-
-def compiled(body):
-    """A model's body in which each layer is compiled: a few graphs serve all layers and shapes."""
-    torch._dynamo.config.recompile_limit = 64
-    layers = [torch.compile(layer, dynamic=True) for layer in body.layers]
-    body = copy.copy(body)  # the sampler runs the layers as they are
-    body._modules = body._modules | {"layers": torch.nn.ModuleList(layers)}
-    return body
 
 
 def token_scores(hidden, token, head, value_ids):
@@ -207,8 +199,8 @@ class ActorCritic:
         self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
         self.run, self.token_scores = self.model.base_model, token_scores
         if self.compile:
-            self.run = compiled(self.run)
-            self.token_scores = torch.compile(token_scores, dynamic=True)
+            from worlds.fast import compiled, compiled_layers
+            self.run, self.token_scores = compiled_layers(self.run), compiled(token_scores)
 
     def body(self, ids):
         """(B, T) ids, padded on the right -> hidden states (B, T, D)."""
@@ -259,13 +251,18 @@ class ActorCritic:
 class Chat:
     """Turns text into the token ids of a conversation, by the tokenizer's own chat template."""
 
-    MARK = "@response@"
+    USER, RESPONSE = "@user@", "@response@"
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        if not tokenizer.chat_template or self.MARK not in self.written("-", self.MARK, "-"):
+        talk = self.written(self.USER, self.RESPONSE, self.USER) if tokenizer.chat_template else ""
+        if talk.count(self.RESPONSE) != 1 or talk.count(self.USER) != 2:
             raise ValueError("no chat template that keeps what the assistant says (chat_template."
                              "jinja or tokenizer_config.json has it): choose an instruct model")
+        # what stands around a text: to run the template for every turn would take too long
+        self.begin, self.end = self.written(self.USER).split(self.USER)
+        self.between = talk.partition(self.RESPONSE)[2].split(self.USER)[0]
+        self.tokenizer("-")  # no padding and no truncation from here on
 
     def written(self, *contents):
         """The user's and the assistant's messages in turn, as text up to the next response."""
@@ -274,16 +271,21 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, tokenize=False,
                                                   add_generation_prompt=True)
 
+    def prompts(self, texts, before):
+        """The ids of user messages up to where the response begins, each for the ids `before` it:
+        [] begins a conversation, others end in a response, whose end of turn is not repeated."""
+        texts = [(self.between if old else self.begin) + text.strip() + self.end
+                 for text, old in zip(texts, before)]
+        backend = self.tokenizer.backend_tokenizer  # it takes half the time of transformers' call
+        new = [x.ids for x in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [ids[1:] if old and ids[0] == old[-1] else ids for ids, old in zip(new, before)]
+
     def first(self, text):
-        """The ids of the first user message, up to where the response begins."""
-        return self.tokenizer(self.written(text), add_special_tokens=False).input_ids
+        return self.prompts([text], [[]])[0]
 
     def later(self, text, last_token=None):
-        """What stands between a response and the next one: end of turn, user message, header. An
-        end-of-turn token the policy chose itself (`last_token`) is not repeated."""
-        after = self.written("-", self.MARK, text).partition(self.MARK)[2]
-        ids = self.tokenizer(after, add_special_tokens=False).input_ids
-        return ids[1:] if ids[0] == last_token else ids
+        """What stands between a response and the next one: end of turn, user message, header."""
+        return self.prompts([text], [[last_token]])[0]
 
 
 class Critic(torch.nn.Module):
@@ -294,8 +296,10 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        # past Module.__setattr__, which would count the weights twice
-        self.__dict__["run"] = compiled(self.body) if lm.compile else self.body
+        self.__dict__["run"] = self.body  # past __setattr__, which would count the weights twice
+        if lm.compile:
+            from worlds.fast import compiled_layers
+            self.__dict__["run"] = compiled_layers(self.body)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
@@ -417,8 +421,7 @@ def main():
         response = lm.tokenizer("go to fridge 1").input_ids + [lm.stop_ids[0]]
         sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
         logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
-        difference, _, saturated = readout_at_start(lm, [prompt])
-        print(f"w+, w- = {lm.value_ids}: logits {difference:.3f} apart, {saturated:.0%} saturated\n"
+        print(f"w+, w- = {lm.value_ids}: logits {readout_at_start(lm, [prompt])[0]:.3f} apart\n"
               f"one turn of {len(logp)} tokens, log-prob {logp.sum():.2f}: "
               f"V = {lm.r_max * p_v.item():.3f} before, Q = {lm.r_max * p_q.item():.3f} after it")
 

@@ -6,10 +6,9 @@
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
 A token is drawn by a uniform number that depends on (seed, iteration, trajectory, turn) alone, so
-engine, number of rows and rank change a trajectory only by rounding. The past is shown in one of
-two ways (`context`): `window` builds each turn's prompt anew from the last k turns; in `full` the
-conversation grows, and the cache lives across turns, which the paper does not do.
-Symbols: R rows, T tokens, S longest sequence, H heads, D head size.
+engine, rows and ranks change it only by rounding. The past is shown in one of two ways (`context`):
+`window` builds each turn's prompt anew from the last k turns; in `full`, which the paper does not
+have, the conversation and its cache grow. R rows, T tokens, S longest sequence, H heads, D its size
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
 from collections import deque
@@ -65,7 +64,7 @@ class Rows:
 
     def copy(self, moves, span):
         """Of each (target, source), row target becomes what row source is, up to position span."""
-        target, source = torch.tensor(moves, device=self.at.device).T
+        target, source = sent(np.array(moves), self.at.device).T
         for x in self.keys + self.values:
             x[target, :, :span] = x[source, :, :span]
         for name in self.STATE:
@@ -85,6 +84,12 @@ class Rows:
         return 0  # it is asked for where positions are not given, and they always are
 
 
+def sent(array, device):
+    """A numpy array as a tensor on the device, without a wait for what that has yet to do."""
+    x = torch.from_numpy(array)
+    return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
+
+
 # ------------------------------------------------------------------------------------ the sampler
 
 
@@ -101,20 +106,17 @@ class Sampler:
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
     kept for the next one under that name, which must begin with it. max_new is the longest response
     in tokens, max_prompt the longest window prompt, max_context the longest sequence with its
-    response, and `limit` what they leave for a sequence. `compile`: torch.compile for kv's decoding
-    step. ValueError where kv cannot serve the model. On a GPU, cuDNN's attention is switched off
-    for the process. tokens_decoded counts rows times decoding steps, idle rows included."""
+    response, and `limit` what they leave for a sequence. ValueError where kv cannot serve the
+    model. tokens_decoded counts rows times decoding steps, idle rows included."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
                  compile=False, max_prompt=None, max_context=None):
         if engine not in ("kv", "hf") or context not in ("window", "full"):
-            raise ValueError(f"engine {engine!r} or context {context!r} is unknown; known: kv, hf; "
-                             "window, full")
+            raise ValueError(f"{engine!r}, {context!r}: known: kv, hf; window, full")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new, self.temperature = max_new, temperature
-        self.limit = min(max_context or lm.max_length, lm.max_length) - max_new
-        if context == "window" and max_prompt:
-            self.limit = min(self.limit, max_prompt)
+        most = max_prompt if context == "window" and max_prompt else lm.max_length
+        self.limit = min(most, min(max_context or lm.max_length, lm.max_length) - max_new)
         self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
         self.forget()
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
@@ -131,12 +133,11 @@ class Sampler:
         """Queues a sequence under a name of the caller's choice."""
         if not 0 < len(sequence) <= self.limit:
             raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
-        self.added.append((name, sequence, torch.as_tensor(u, dtype=torch.float32)))
+        self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
 
     @torch.no_grad()
     def run(self, steps=None):
-        """Decodes until some responses have ended, or for so many steps (hf: until all have)
-        -> [(name, Response)]."""
+        """-> [(name, Response)] when some have ended (hf: all), or after so many steps."""
         if not self.busy:
             return []
         steps = self.max_new if steps is None else steps
@@ -156,6 +157,7 @@ class Sampler:
     def forget(self):
         """Forgets every sequence. The memory stays, because captured graphs point into it."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
+        self.seen = None  # how they were some steps ago, on its way to the host
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
 
@@ -169,7 +171,7 @@ class Sampler:
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.every = 8 if self.gpu else 1  # steps between two looks at what has ended
+        self.ahead = 4 if self.gpu else 0  # steps queued before the host sees who has ended
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
         try:
             self.check()
@@ -178,26 +180,28 @@ class Sampler:
         except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"the kv engine cannot serve {type(lm.model).__name__}, use "
                              f"--engine hf: {error}") from None
-        self.forward_one = torch.compile(self.forward, dynamic=True) if compile else self.forward
+        self.encoder, self.decoder = self.forward, self.decode_one_token
+        if compile or self.gpu:
+            from worlds.fast import accelerate
+            accelerate(self, compile)
 
     @torch.no_grad()
     def check(self):
         """Builds the rows after the model's own cache, and runs four tokens through both: in the
         rows one alone, two after it, one decoded. ValueError where hidden states differ."""
-        model, row = self.lm.model, torch.zeros(1, dtype=torch.long, device=self.lm.device)
+        model, ids = self.lm.model, torch.arange(4, device=self.lm.device)[None]
         rope = str(getattr(model.config, "rope_parameters", ""))
         if not all_full(model.base_model) or "'dynamic'" in rope or "'longrope'" in rope:
             raise ValueError("some layers have sliding windows, or positions depend on length")
-        ids = torch.arange(4, device=row.device)[None]
         theirs = model.base_model(input_ids=ids, use_cache=True)
         self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
         self.reserve(1, 4)
-        parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows)
-                 for a, b, span, rows in ((0, 1, 0, row), (1, 3, 3, row), (3, 4, 4, None))]
+        parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows) for a, b, span, rows in
+                 ((0, 1, 0, ids[0, :1]), (1, 3, 3, ids[0, :1]), (3, 4, 4, None))]
         ours, theirs = torch.cat(parts, 1).float(), theirs.last_hidden_state.float()
-        error, scale = (ours - theirs).norm().item(), theirs.norm().item()
-        if not error <= (1e-3 if model.dtype == torch.float32 else 0.1) * scale:
-            raise ValueError(f"its hidden states differ ({error:.1g} of {scale:.1g})")
+        off, norm = (ours - theirs).norm().item(), theirs.norm().item()
+        if not off <= (1e-3 if model.dtype == torch.float32 else 0.1) * norm:
+            raise ValueError(f"its hidden states differ ({off:.1g} of {norm:.1g})")
 
     def forward(self, ids, at, span, rows=None):
         """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
@@ -218,110 +222,90 @@ class Sampler:
         """Encodes what was added, then decodes until a row has ended, for about `steps` at most."""
         if self.added:
             self.prefill()
-        for _ in range(0, steps, self.every):
-            for _ in range(self.every):
+        for _ in range(0, steps, self.ahead or 1):
+            for _ in range(self.ahead or 1):
                 self.step()
-            going = self.rows.going[:self.open].tolist()
-            if not all(going):
-                return self.collect(going)
+            seen, self.seen = (self.seen, self.look()) if self.ahead else (self.look(), None)
+            if seen and (ended := self.collect(*seen)):
+                return ended
         return []
 
     def prefill(self):
         """Encodes what is new of the sequences that were added, and opens their rows."""
-        new = [self.place(name, sequence) for name, sequence, _ in self.added]
-        places = [(i, start + len(ids)) for ids, i, start in new]
-        self.reserve(len(self.names), max(length for _, length in places) + self.max_new)
-        rows, device = self.rows, self.lm.device
-        index, length = torch.tensor(places, device=device).unbind(1)
-        rows.u[index, :-1] = torch.stack([u for _, _, u in self.added]).to(device)
-        rows.at[index], rows.count[index], rows.going[index] = length, 0, True
+        new = [self.place(*added) for added in self.added]
+        longest = max(start + len(ids) for ids, _, start, _ in new) + self.max_new
+        self.reserve(len(self.names), longest)
         for chunk in micro_batches(new, self.budget):
             self.encode(chunk)
         self.added = []
-        self.tokens_encoded += sum(len(ids) for ids, _, _ in new)
-        self.settle([*range(self.open), *(i for _, i, _ in new)])
+        self.tokens_encoded += sum(len(ids) for ids, *_ in new)
+        self.settle([*range(self.open), *(i for _, i, *_ in new)])
 
-    def place(self, name, sequence):
-        """Gives a sequence a row, its own if it has one -> its new ids, the row, their position."""
+    def place(self, name, sequence, u):
+        """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u)."""
         if name not in self.names:
-            if None not in self.names:
-                self.names, self.length = self.names + [None], self.length + [0]
-            i = self.names.index(None)
-            self.names[i], self.length[i] = name, 0
+            i = self.names.index(None) if None in self.names else len(self.names)
+            self.names[i:i + 1], self.length[i:i + 1] = [name], [0]
         i = self.names.index(name)
         start, self.length[i] = self.length[i], len(sequence)
-        return sequence[start:], i, start
+        return sequence[start:], i, start, u
 
     def encode(self, chunk):
-        """One forward pass over [(ids, row, start)], which fills their rows."""
-        rows, device, width = self.rows, self.lm.device, len(chunk[-1][0])
-        ids = [x + [0] * (width - len(x)) for x, _, _ in chunk]
-        at = [[*range(start, start + len(x))] + [rows.longest] * (width - len(x))
-              for x, _, start in chunk]
-        ids, at = torch.tensor([ids, at], device=device)  # (R, T) each
-        span = max(start + len(x) for x, _, start in chunk) if any(s for _, _, s in chunk) else 0
-        _, span = self.bucket(1, span)  # attention would copy a mask of odd width
-        ends = [(i, k * width + len(x) - 1) for k, (x, i, _) in enumerate(chunk)]
-        index, last = torch.tensor(ends, device=device).unbind(1)
-        hidden = self.forward(ids, at, span, index).flatten(0, 1)[last]
-        rows.hidden[index] = hidden
+        """One forward pass over [(ids, row, start, u)], which fills their rows."""
+        rows, (new, index, start, u) = self.rows, zip(*chunk)
+        length, width = [len(ids) for ids in new], len(new[-1])
+        _, span = self.bucket(1, max(map(sum, zip(start, length))) if any(start) else 0)
+        ids = np.array([x + [0] * (width - len(x)) for x in new])
+        parts = index, start, length, ids.ravel(), np.ravel(u)
+        parts = sent(np.concatenate(parts), self.lm.device).split([len(x) for x in parts])
+        index, start, length, ids = (x.long() for x in parts[:4])  # float64 held them exactly
+        column = torch.arange(width, device=ids.device)
+        at = torch.where(column < length[:, None], start[:, None] + column, rows.longest)
+        hidden = self.encoder(ids.view_as(at), at, span, index)
+        hidden = hidden[torch.arange(len(chunk), device=ids.device), length - 1]
+        rows.u[index, :-1] = parts[4].view(len(chunk), -1).float()
+        rows.at[index], rows.hidden[index] = start + length, hidden
+        rows.count.index_fill_(0, index, 0), rows.going.index_fill_(0, index, True)
         rows.p[index, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
 
     def reserve(self, rows, longest):
-        """Makes room in the rows; captured graphs point into the old ones and are dropped."""
+        """Makes room in the rows."""
         had = self.rows
         if longest > had.longest:  # by half, or every turn of a conversation would copy it all
             longest = max(longest, min(had.longest * 3 // 2, self.limit + self.max_new))
         size = self.bucket(max(rows, len(had.at)), max(longest, had.longest))
         if size != (len(had.at), had.longest):
-            self.graphs, self.graph_memory = {}, None
             had.grow(*size)
 
     def bucket(self, n, span):
-        """Rounds up, so that few graphs serve all; on a CPU there are none."""
+        """On a GPU, rounds up: few graphs serve all, and no mask is copied for its odd width."""
         if not self.gpu:
             return n, span
-        step = 1 if n <= 2 else 4 if n <= 16 else 16
+        step = 2 if n <= 2 else 4 if n <= 16 else 16  # one row would be compiled for itself
         return -(-n // step) * step, -(-span // 256) * 256
 
     def settle(self, keep):
-        """Brings the rows `keep` to the front, where they change places with conversations
-        that wait; nothing is copied out of a free row."""
+        """Brings the rows `keep` to the front, where they change places with those that wait."""
         self.open, moves = len(keep), []
         gaps = sorted(set(range(self.open)) - set(keep))
         for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
             for host in (self.names, self.length):
                 host[gap], host[late] = host[late], host[gap]
-            moves += [(gap, late)] if self.names[late] is None else [(gap, late), (late, gap)]
+            moves += [(gap, late)] + [(late, gap)] * (self.names[late] is not None)
         if moves:
             self.rows.copy(moves, max(self.length[target] for target, _ in moves))
 
     def step(self):
         """Draws one token for every open row."""
-        longest = min(max(self.length[:self.open]) + 1, self.rows.longest)
-        n, span = self.bucket(self.open, longest)
-        if (n, span) in self.graphs:
-            self.graphs[n, span].replay()
-        else:  # a bucket's first step is run and not replayed, because a capture wants a warm-up
-            self.decode_one_token(n, span)
-            if self.gpu:
-                self.graphs[n, span] = self.capture(n, span)
+        n, span = self.bucket(self.open, min(max(self.length[:self.open]) + 1, self.rows.longest))
+        self.decoder(n, span)
         self.length[:self.open] = [length + 1 for length in self.length[:self.open]]
         self.tokens_decoded += n
         self.steps += 1
 
-    def capture(self, n, span):
-        """A decoding step as a CUDA graph, for one bucket of rows and length."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_memory):
-            self.decode_one_token(n, span)
-        self.graph_memory = graph.pool()  # graphs run one at a time, so they share it
-        return graph
-
     def decode_one_token(self, n, span):
         """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last.
-        Rows that have ended are computed too, and what they write is ignored. Nothing but the
-        device is touched, so that the step can be captured."""
+        Rows that have ended are computed for nothing. Only the device is touched: see Captured."""
         rows, lm = self.rows, self.lm
         at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
         column = torch.where(going, count, self.max_new)[:, None]
@@ -329,7 +313,7 @@ class Sampler:
         token, logp = choose(logits, u, lm.value_index, self.temperature)
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
-        hidden = self.forward_one(token[:, None], at[:, None], span)[:, 0]
+        hidden = self.forward(token[:, None], at[:, None], span)[:, 0]
         rows.hidden[:n] = hidden
         at += going
         count += going
@@ -338,31 +322,45 @@ class Sampler:
         rows.p[:n, 1] = torch.where(ended, p_q, rows.p[:n, 1])
         going &= ~ended
 
-    def collect(self, going):
-        """-> [(name, Response)] of the rows that are not going any more; the others move up."""
-        rows, out, ended = self.rows, [], [i for i, more in enumerate(going) if not more]
-        columns = rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
-        index = torch.tensor(ended, device=self.lm.device)
-        for i, n, at, tokens, logp, (v, q) in zip(ended, *(x[index].tolist() for x in columns)):
-            out.append((self.names[i], Response(tokens[:n], logp[:n], v, q)))
-            self.length[i] = at
-            if self.context == "window":
-                self.names[i] = None
-        self.settle([i for i, more in enumerate(going) if more])
-        return out
+    def look(self):
+        """-> names, columns, event: of the open rows, copied to the host while the device goes on;
+        they are there when the event has occurred."""
+        rows, n = self.rows, self.open
+        columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
+        columns = [x[:n].to("cpu", non_blocking=True, copy=self.ahead > 0) for x in columns]
+        event = torch.cuda.is_available() and torch.cuda.current_stream().record_event()
+        return self.names[:n], columns, event
 
-    # The hf engine.
+    def collect(self, names, columns, event):
+        """-> [(name, Response)] of the rows that had ended by then; the others move up."""
+        if event:
+            event.synchronize()
+        going, count, at, tokens, logp, value = columns
+        out, keep = [], dict.fromkeys(range(self.open))
+        for i, (name, more) in enumerate(zip(names, going.tolist())):
+            if not more and name is not None:
+                n, row = count[i].item(), self.names.index(name)
+                said = tokens[i, :n].tolist(), logp[i, :n].tolist(), *value[i].tolist()
+                out.append((name, Response(*said)))
+                self.length[row] = at[i].item()
+                del keep[row]
+                if self.context == "window":
+                    self.names[row] = None
+                if self.seen:  # what is on its way shows this row too
+                    self.seen[0][self.seen[0].index(name)] = None
+        if out:
+            self.settle([*keep])
+        return out
 
     def hf(self):
         """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
         lm, (names, sequences, u) = self.lm, zip(*self.added)
-        self.added, drawn, u = [], [], torch.stack(u).to(lm.device)
+        self.added, drawn, u = [], [], sent(np.stack(u), lm.device)
         ids = pad_sequence([torch.tensor(s) for s in sequences], True, -1, "left").to(lm.device)
         pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
         def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-            now = u[:, min(len(drawn), self.max_new - 1)]
-            token, logp = choose(scores, now, lm.value_index, self.temperature)
+            token, logp = choose(scores, u[:, len(drawn)], lm.value_index, self.temperature)
             drawn.append(logp)
             return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
@@ -377,8 +375,7 @@ class Sampler:
             model.generation_config, model.config._attn_implementation = own
         said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
         samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
-        _, _, p_v, p_q = lm.score(make_batch(samples).to(lm.device))
-        p = lm.r_max * torch.stack([p_v, p_q], 1)  # (R, 2)
+        p = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
         self.tokens_encoded += sum(map(len, sequences))
         self.tokens_decoded += len(names) * len(drawn)
         self.steps += len(drawn)
@@ -387,6 +384,8 @@ class Sampler:
 
 
 # ----------------------------------------------------------------------------------- trajectories
+
+ANSWER_STEPS = 8  # decoding steps a game has to answer before it is waited for
 
 
 @dataclass
@@ -422,28 +421,28 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def next_prompt(lm, texts, before, limit):
-    """-> (text, its ids) of the first text that fits behind the ids `before`, else of the last."""
-    for text in texts:
-        ids = lm.chat.later(text, before[-1]) if before else lm.chat.first(text)
-        if len(before) + len(ids) <= limit:
-            break
-    return text, ids
-
-
-ANSWER_STEPS = 8  # decoding steps a game has to answer before it is waited for
+def next_prompts(lm, asks, limit):
+    """asks: (texts, from the longest to the shortest, and the ids before them), ... -> of each
+    (text, its ids): the first text that fits, or the last."""
+    texts, before = [iter(texts) for texts, _ in asks], [ids for _, ids in asks]
+    first, out = [next(its) for its in texts], []
+    for its, old, text, ids in zip(texts, before, first, lm.chat.prompts(first, before)):
+        while len(old) + len(ids) > limit and (shorter := next(its, None)):
+            text, (ids,) = shorter, lm.chat.prompts([shorter], [old])
+        out.append((text, ids))
+    return out
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """One trajectory, as a coroutine. It asks the game or the model, yields None, and is sent the
-    answer; when it is over it yields (its turns, its episode)."""
+    """One trajectory, as a coroutine: yields an ask of next_prompts and is sent the prompt, yields
+    None and is sent what the game or the model answers, at last yields None, (turns, episode)."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
 
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))
     lm, turns, before = sampler.lm, [], []
     while not (turns and turns[-1].done):
-        prompt, ids = next_prompt(lm, prompts(traj, turns, episode), before, sampler.limit)
+        prompt, ids = yield prompts(traj, turns, episode), before
         if len(before) + len(ids) > sampler.limit:
             if turns:
                 turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
@@ -465,21 +464,20 @@ def play(traj, task, sampler, pool, seed, prompts):
             category=info["category"], prompt=prompt, text=text, action=action, seen=episode.obs))
         episode.took(action, obs, info)
     sampler.drop(traj)
-    yield turns, episode
+    yield None, (turns, episode)
 
 
 def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2,
                  prompts=None):
     """Plays every task once, `rows` of them side by side (default: all), and yields (traj, turns,
-    episode) of each trajectory as soon as it is over.
+    episode) of each trajectory as soon as it is over. `trajs` names the trajectories (default 0, 1,
+    ...); with `seed` it decides the random numbers. prompts(traj, turns, episode) may give other
+    texts than Episode.prompts. An episode whose next prompt does not fit the sampler ends as
+    truncated, and without a turn if it was the first.
 
     A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
-    compute than rows are decoded, and is waited for if need be. So what is decoded together never
-    depends on the clock, and with the same weights a rollout repeats to the last bit.
-
-    `trajs` names the trajectories (default 0, 1, ...); with `seed` it decides the random numbers.
-    prompts(traj, turns, episode) may give other texts than Episode.prompts. An episode whose next
-    prompt does not fit the sampler ends as truncated, and without a turn if it was the first."""
+    compute than rows are decoded, and waited for if need be. So what is decoded together does not
+    depend on the clock, and with the same weights a rollout repeats to the last bit."""
     prompts = prompts or (lambda traj, turns, game: game.prompts(sampler.context, history))
     waiting, plays = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks)), {}
     thinking = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
@@ -498,11 +496,14 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
         most_think, due = len(thinking) > sampler.busy, []
         while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
             due.append(thinking.popleft()[0])
-        for traj, answer in zip(due, pool.gather(due)):
-            over = plays[traj].send(answer)
+        said = {traj: plays[traj].send(answer) for traj, answer in zip(due, pool.gather(due))}
+        asks = {traj: ask for traj, ask in said.items() if ask[0]}
+        for traj, prompt in zip(asks, next_prompts(sampler.lm, asks.values(), sampler.limit)):
+            said[traj] = plays[traj].send(prompt)
+        for traj, over in said.items():
             if over:
                 del plays[traj]
-                yield traj, *over
+                yield traj, *over[1]
 
 
 def rollout(sampler, tasks, pool, **options):
@@ -527,11 +528,10 @@ def main():
     parser.add_argument("--model", default="tiny", help="tiny, a folder, a hub id or a bare name")
     with one_line_errors("rollout.py"):
         lm, env = load(parser.parse_args().model, words=envs.words()), envs.make_env("house")
-        prompt = env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt()
-        print(prompt)
+        print(prompt := env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt())
         for engine in ("kv", "hf"):
-            sampler, u = Sampler(lm, engine, max_new=32), uniforms((0,), 0, 0, 32)[None]
-            response, = sampler([0], [lm.chat.first(prompt)], u)
+            sampler = Sampler(lm, engine, max_new=32)
+            response, = sampler([0], [lm.chat.first(prompt)], [uniforms((0,), 0, 0, 32)])
             print(f"\n{engine}: V {response.v:.3f}, Q {response.q:.3f}, {len(response.ids)} tokens "
                   f"of log-prob {sum(response.logp):.4f}\n{lm.text(response.ids)}")
 

@@ -15,6 +15,7 @@ import json
 import math
 import multiprocessing
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -50,7 +51,7 @@ from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
-from worlds import machine
+from worlds import fast, machine
 from worlds.reserved import named_value_ids, readout_at_start
 from worlds.test_machine import checkpoints
 from worlds.tiny import is_tiny
@@ -1482,12 +1483,17 @@ def test_attention_without_copies_is_attention(heads, kv_heads):
 def test_compiled_the_same_is_sampled(context, monkeypatch):
     if not GPU:  # C++ takes a minute to compile; what is traced is the same
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    lm, graphs = random_model("qwen2", 3, layers=1), torch._dynamo.utils.counters["stats"]
-    before = graphs["unique_graphs"]
-    turns = [play(lm, "kv", context, 1.0, sampler_options={"compile": c})[0]
-             for c in (False, True)]
-    same_tokens_and_values(*turns)
-    assert graphs["unique_graphs"] - before <= 3  # whatever the rows and the lengths
+    lm, counters = random_model("qwen2", 3, layers=1), torch._dynamo.utils.counters
+    turns, graphs = [], []
+    for compile in (False, True, True):
+        turns.append(play(lm, "kv", context, 1.0, sampler_options={"compile": compile})[0])
+        graphs.append(counters["stats"]["unique_graphs"])
+        same_tokens_and_values(turns[0], turns[-1])
+        both = (torch.tensor([x for t in its for x in t.logp]) for its in (turns[0], turns[-1]))
+        torch.testing.assert_close(*both, atol=1e-5, rtol=0)
+    # New rows, rows that go on and decoding, and the last two for a single row.
+    assert 0 < graphs[1] - graphs[0] <= 5 and graphs[2] == graphs[1]
+    assert not counters["graph_break"]
 
 
 def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
@@ -1495,7 +1501,7 @@ def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
     lm, found = random_model("qwen2", 3, layers=4), []
     samples, graphs = make_samples(play(lm, "kv", "full", 1.0)[0], "window"), {}
     batches = [make_batch([s[:2] for s in samples[n:n + 6]]) for n in (0, 6, 9)]
-    for compile, chunk in ((False, 10 ** 6), (True, 10 ** 6), (True, 7)):
+    for compile, chunk in ((False, 10 ** 6), (True, 10 ** 6), (True, 20)):
         scorer = dataclasses.replace(lm, compile=compile)
         scorer.chunk = chunk
         for n in range(2):
@@ -1512,25 +1518,74 @@ def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
     assert made[0] == made[1] < made[2] == made[3] <= made[1] + 6 and made[4] == made[5]
 
 
+def as_on_a_gpu(monkeypatch, ahead=4):
+    """What a GPU does, on the CPU; a captured step is run again."""
+    def replay_by_running(captured, n, span):
+        return types.SimpleNamespace(replay=lambda: captured.step(n, span))
+
+    def prepare_as_on_a_gpu(sampler, compile):
+        prepare(sampler, False)
+        sampler.gpu, sampler.ahead = True, ahead
+        fast.accelerate(sampler, compile)
+
+    prepare = Sampler.prepare
+    monkeypatch.setattr(fast.Captured, "capture", replay_by_running)
+    monkeypatch.setattr(Sampler, "prepare", prepare_as_on_a_gpu)
+
+
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
     """What a GPU does beside the arithmetic: rows and lengths are rounded up, idle rows are decoded
-    along, and the host looks every 8 steps."""
-    def replay_by_running(sampler, n, span):
-        return types.SimpleNamespace(replay=lambda: sampler.decode_one_token(n, span))
-
-    def prepare_as_on_a_gpu(sampler, compile):
-        prepare(sampler, compile)
-        sampler.gpu, sampler.every = True, 8
-
-    monkeypatch.setattr(Sampler, "capture", replay_by_running)
-    lm, prepare = random_model("qwen2", 1), Sampler.prepare
+    along, and steps are queued before it is known which rows ended in the last ones."""
+    lm = random_model("qwen2", 1)
     plain = [play(lm, "kv", context, 1.0, rows=rows)[0] for rows in (99, 5)]
-    monkeypatch.setattr(Sampler, "prepare", prepare_as_on_a_gpu)
+    as_on_a_gpu(monkeypatch)
     for one, rows in zip(plain, (99, 5)):
         turns, sampler = play(lm, "kv", context, 1.0, rows=rows)
-        assert len(sampler.graphs) > 1 and sampler.tokens_decoded > sampler.tokens_sampled
+        assert len(sampler.decoder.graphs) > 1
+        assert sampler.tokens_decoded > sampler.tokens_sampled
         same_tokens_and_values(one, turns)
+
+
+def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypatch, caplog):
+    class Fails(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            raise RuntimeError("no compiler\nhere")
+
+    lm = random_model("qwen2", 1)
+    plain = play(lm, "kv", "window", 1.0)[0]
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: Fails())
+    monkeypatch.setattr(fast.Captured, "capture", Fails().forward)
+    turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
+    same_tokens_and_values(plain, turns)
+    assert not sampler.decoder.graphs
+    batch = make_batch([sample[:2] for sample in make_samples(turns, "window")])
+    for ours, theirs in zip(fast.compiled_scoring(lm).score(batch), lm.score(batch)):
+        assert torch.equal(ours, theirs)
+    said = [record.getMessage() for record in caplog.records]
+    assert all("\n" not in line for line in said)
+    # Prefill and decoding, layers and what is made of the logits; and the capture, once.
+    assert sum("torch.compile failed" in line and "no compiler here" in line for line in said) == 4
+    assert sum("captured" in line for line in said) == 1 and len(said) == 5
+
+
+def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog):
+    def wrong(captured, n, span):  # a graph that replays something else
+        return types.SimpleNamespace(replay=lambda: captured.sampler.rows.hidden.mul_(2))
+
+    lm = random_model("qwen2", 1)
+    plain = play(lm, "kv", "window", 1.0)[0]
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(fast.Captured, "capture", wrong)
+    turns, sampler = play(lm, "kv", "window", 1.0)
+    same_tokens_and_values(plain, turns)
+    assert not isinstance(sampler.decoder, fast.Captured)
+    assert [r.getMessage().split(" is ")[0] for r in caplog.records] == ["captured sampling"]
+    monkeypatch.setattr(fast, "compiled_layers", lambda body: lambda **inputs: (
+        types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
+    monkeypatch.setattr(fast, "compiled", lambda function: function)
+    assert fast.compiled_scoring(lm) is lm and "compiled scoring" in caplog.text
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -1540,7 +1595,7 @@ def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     on_cpu = play(lm, "kv", context, 1.0)[0]
     lm = dataclasses.replace(lm, model=lm.model.cuda())
     turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": compile})
-    assert sampler.graphs
+    assert sampler.decoder.graphs
     same_tokens_and_values(on_cpu, turns)
     same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
 
@@ -1550,7 +1605,7 @@ def test_captured_graphs_in_16_bits_sample_what_scoring_finds(gpu, context):
     lm = random_model("qwen2", 1)
     lm = dataclasses.replace(lm, model=lm.model.cuda().bfloat16())
     turns, sampler = play(lm, "kv", context, 1.0)
-    assert sampler.graphs
+    assert sampler.decoder.graphs
     batch = make_batch([sample[:2] for sample in make_samples(turns, context)]).to(lm.device)
     with torch.no_grad():
         logp, _, p_v, p_q = lm.score(batch)
@@ -2450,14 +2505,17 @@ class UnderTorchrun:
     def __init__(self, *flags):
         self.process = subprocess.Popen(
             [sys.executable, *TWO_RANKS, "train.py", *map(str, flags)], cwd=HERE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def running(self):
         return self.process.poll() is None
 
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
+        pid = self.process.pid
+        ranks = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (pid, *map(int, ranks)):  # torchrun gives each rank a process group of its own
+            os.kill(each, signal.SIGKILL)
         self.process.wait()
 
     def finish(self):
@@ -2499,8 +2557,8 @@ def read_lines(path):
                          ids=" ".join)
 def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, flags):
     """Groups are split over the ranks; a checkpoint holds the critic and its optimizer."""
-    every = ["--tasks", "12", "--group", "3", "--horizon", "12", "--eval_games", "0",
-             "--mini_batch", "12", "--lr_end", "1", *flags]
+    every = ["--tasks", "6", "--group", "3", "--horizon", "12", "--eval_games", "0",
+             "--mini_batch", "12", "--lr_end", "1", "--seed", "2", *flags]
 
     def run(name, iterations, *more, start=Alone):
         start(*every, *more, "--iterations", iterations, "--out", tmp_path / name).finish()
@@ -2509,7 +2567,7 @@ def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, fl
     one = run("one", 2)
     two = run("two", 2, start=TwoRanks)
     # Otherwise there would be nothing to compare.
-    assert all(0 < line["success"] < 1 and abs(line["loss_policy"]) > 1e-6 for line in one)
+    assert all(line["success"] and abs(line["loss_policy"]) > 1e-3 for line in one)
     keys = {"success", "loss_policy", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic",
             "grad_norm_critic"}
     for a, b in zip(one, two):
@@ -2746,7 +2804,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, 
         victim.kill()
     done = max(checkpoints(killed))
     kept = metrics.read_text().splitlines()[:done]
-    run("--resume", "--out", killed).finish()
+    unharmed("--resume", "--out", killed).finish()
     assert outcome(killed) == outcome(tmp_path / "whole")
     # Their seconds are the same too, so they were not run again.
     assert done and metrics.read_text().splitlines()[:done] == kept

@@ -315,7 +315,8 @@ class Config:
     context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
     rows: Size = None  # games decoded side by side; default all of an iteration's
-    compile: bool = False  # torch.compile for kv's decoding step and for scoring
+    compile: bool = None  # torch.compile for kv and for scoring; default on a GPU
+    eager: bool = False  # no torch.compile, whatever else is said
     dtype: Literal["float32", "bfloat16"] = None  # of the weights; default by the device
     history: Count = 2  # turns shown in a window prompt
     horizon: Size = None  # turns an episode may take; default the environment's
@@ -358,8 +359,8 @@ class Config:
 
 # What a tiny model and the shop need differently. A flag beats both.
 PRESETS = {
-    "tiny": dict(dtype="float32", iterations=40, tasks=64, max_new=16, max_prompt=8192, lr=4e-4,
-                 critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
+    "tiny": dict(dtype="float32", compile=False, iterations=40, tasks=64, max_new=16,
+                 max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
                  tokens_per_micro_batch=4096),
     "webshop": dict(mini_batch=64)}  # its episodes are short
 GRAD_CLIP = 1.0  # the framework's, as is AdamW's weight decay of 0.01
@@ -367,7 +368,7 @@ ROLLOUT, SHUFFLE, TASKS = range(3)  # last word of a seed; imitate.py has 3 and 
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
 MAY_CHANGE = {"iterations", "save_every", "workers", "data", "wandb", "out", "resume", "rows",
-              "tokens_per_micro_batch", "checkpointing", "compile"}
+              "tokens_per_micro_batch", "checkpointing", "compile", "eager"}
 
 
 def parse_config(argv=None):
@@ -398,14 +399,15 @@ def parse_config(argv=None):
 def with_defaults(config):
     """Fills in what follows from other settings or from the machine."""
     env, few = envs.known(config.env), config.tasks < 64 and config.env != "house"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cuda, ranks = torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     defaults = {"horizon": env.horizon, "max_prompt": env.max_prompt,
                 "workers": envs.default_workers(config.env, ranks),
-                "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+                "dtype": "bfloat16" if cuda else "float32", "compile": cuda,
                 "eval_games": config.tasks if few else env.held_out[1],
                 "group": 8 if LEARNERS[config.algo] is Grouped else 1}
-    return dataclasses.replace(config, **{k: v for k, v in defaults.items()
-                                          if getattr(config, k) is None})
+    config = dataclasses.replace(config, **{k: v for k, v in defaults.items()
+                                            if getattr(config, k) is None})
+    return dataclasses.replace(config, compile=config.compile and not config.eager)
 
 
 def check(c):

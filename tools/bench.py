@@ -4,6 +4,7 @@
     python tools/bench.py games                both engines in both contexts, playing games
     python tools/bench.py iteration [--ppo]    seconds of an iteration by phase, PPO beside SAPO
     python tools/bench.py update               scoring and micro-batching beside the plain ways
+    python tools/bench.py host                 what Python does for a turn while a GPU decodes
     python tools/bench.py envs                 loading, resets and steps of an environment
     python tools/bench.py plot RUN...          a picture of what `iteration --out RUN` measured
 
@@ -33,7 +34,7 @@ import envs
 import eval as evaluation
 import train
 from model import actor_critic, hub_id, load, make_batch, micro_batches, restricted_log_softmax
-from rollout import Sampler, Turn, rollout
+from rollout import Rows, Sampler, Turn, rollout
 from worlds import machine
 from worlds.textworld import shortcuts
 from worlds.tiny import tiny_tokenizer
@@ -292,6 +293,82 @@ def games_main(argv):
     options = envs.options_for(vars(args))
     games = envs.tasks(args.env, "train", **options)[:args.rows]
     play_games(loaded(args), args, options, games)
+
+
+# --------------------------------------------------------------------------------- host's work
+
+
+class Costless(Sampler):
+    """The kv engine with a model that computes nothing and says the same all the time, for 60 to
+    140 tokens; what is left is what the host does for a rollout."""
+
+    SAID = "<think>" + "I look around first and then decide. " * 40 + "</think><action>look</action>"
+
+    def prepare(self, compile):
+        layer = argparse.Namespace(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1))
+        self.rows = Rows([layer], torch.zeros(1, 1), self.max_new)
+        self.gpu, self.ahead, self.budget = False, 4, 16384  # as on a GPU, but for the rounding up
+        self.encoder, self.decoder = self.forward, self.decode_one_token
+        self.said = torch.tensor(self.lm.tokenizer(self.SAID).input_ids[:self.max_new])
+
+    def forward(self, ids, at, span, rows=None):
+        return torch.zeros(*ids.shape, 1)
+
+    def decode_one_token(self, n, span):
+        rows = self.rows
+        rows.at[:n] += rows.going[:n]
+        rows.count[:n] += rows.going[:n]
+        rows.going[:n] &= rows.count[:n] < 60 + 80 * rows.u[:n, 0]
+        rows.tokens[:n, :len(self.said)] = self.said
+
+
+class Recorded:
+    """A pool whose games have been played before, and answer whatever is asked at once."""
+
+    seconds = 0.0
+
+    def __init__(self, name, options, tasks, steps):
+        self.env, self.answers, self.at = envs.make_env(name, **options), [], {}
+        for task in tqdm(tasks, desc="recording games", leave=False):
+            rng, answers = random.Random(task), [self.env.reset(task)]
+            for n in range(steps):
+                obs, _, _, _, info = self.env.step(rng.choice(answers[-1][-1]["admissible"]))
+                answers.append((obs, 0.0, False, n == steps - 1, info))
+            self.answers.append(answers)
+
+    def start(self, traj, task):
+        self.at[traj] = 0
+
+    def step(self, traj, action):
+        self.at[traj] += 1
+
+    def drop(self, traj):
+        pass
+
+    def load(self, tasks):
+        pass
+
+    def gather(self, trajs):
+        return [self.answers[traj % len(self.answers)][self.at[traj]] for traj in trajs]
+
+
+def host_main(argv):
+    args = Parser("host", "The host's seconds in a rollout whose model and games cost nothing.",
+                  SAMPLING | GAMES | {"steps": (machine.Size, 50, "turns of a game"),
+                                      "repeats": (machine.Size, 3, "rounds")}).parse_args(argv)
+    options = envs.options_for(vars(args)) | {"horizon": args.steps + 1}
+    games = envs.tasks(args.env, "train", **options)
+    pool = Recorded(args.env, options, games[::max(1, len(games) // 16)][:16], args.steps)
+    lm, taken = dataclasses.replace(loaded(args)), []
+    lm.readout = lambda hidden: hidden[..., 0]
+    for _ in range(args.repeats):
+        sampler, began = Costless(lm, max_new=160), now()
+        turns = rollout(sampler, range(args.rows), pool)
+        taken.append((now() - began) / len(turns))
+    n = len(turns)
+    print(f"{args.rows} games of {args.env}, {n} turns, {sampler.tokens_encoded / n:.0f} tokens "
+          f"encoded and {sampler.tokens_sampled / n:.0f} sampled a turn: {1e3 * min(taken):.2f} ms "
+          f"a turn, {np.median(taken) * 1e3:.2f} in the median of {args.repeats}")
 
 
 # ------------------------------------------------------------------------- iteration and update
@@ -670,8 +747,8 @@ def envs_main(argv):
     bench_pool(args.env, options, some, args.workers)
 
 
-COMMANDS = {"sampler": sampler_main, "games": games_main, "iteration": iteration_main,
-            "update": update_main, "envs": envs_main, "plot": plot_main}
+COMMANDS = {"sampler": sampler_main, "games": games_main, "host": host_main, "envs": envs_main,
+            "iteration": iteration_main, "update": update_main, "plot": plot_main}
 
 
 def main():

@@ -33,7 +33,7 @@ import eval as evaluation
 import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from model import hub_id, load, make_batch, micro_batches, restricted_log_softmax
-from rollout import next_prompt, rollout
+from rollout import next_prompts, rollout
 from worlds import machine
 from worlds.tiny import is_tiny
 
@@ -188,7 +188,8 @@ def samples_of(lm, name, turns, context, history):
         text = RESPONSE.format(thought=turn.thought, action=action)
         response = lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
         ids = ids if context == "full" else []
-        ids = ids + next_prompt(lm, episode.prompts(context, history), ids, float("inf"))[1]
+        ask = episode.prompts(context, history), ids
+        ids = ids + next_prompts(lm, [ask], float("inf"))[0][1]
         span, ids = (len(ids), len(ids) + len(response)), ids + response
         if context == "window":
             samples.append((ids, [span]))
@@ -288,9 +289,9 @@ FLAGS = {  # name: (type, default, help)
     "forget": (machine.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
     "noise": (machine.Share, 0.2, "share of turns in which a random command is executed")}
 TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
-TRAIN = """env model data goals out seed context engine rows compile dtype history horizon places
-objects max_new max_prompt max_context workers r_max tau_v value_tokens tokens_per_micro_batch
-checkpointing moments""".split()  # the flags of train.py that mean something here
+TRAIN = """env model data goals out seed context engine rows compile eager dtype history horizon
+places objects max_new max_prompt max_context workers r_max tau_v value_tokens
+tokens_per_micro_batch checkpointing moments""".split()  # of train.py
 
 
 def parse(argv=None):

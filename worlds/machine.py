@@ -209,12 +209,15 @@ class AdamW(torch.optim.Optimizer):
 def fitted(lm, config):
     """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
     pass of training mode alone."""
+    from worlds.fast import compiled_scoring
     if config.checkpointing:
         dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
         if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
             raise ValueError("--checkpointing: this model has dropout, which would be active")
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return dataclasses.replace(lm, compile=config.compile)
+    if config.compile:
+        say("compiling what scores and samples; the first time takes minutes, --eager goes without")
+    return compiled_scoring(lm) if config.compile else lm
 
 
 def sum_and_clip_gradients(model, most):

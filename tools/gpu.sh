@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Everything that is to be measured on one large GPU, from the project's root: bash tools/gpu.sh
+# It takes some hours. What is printed is kept in runs/gpu/NAME.txt; curves, tables and evaluations
+# are in the runs' own folders. A step that fails is named, and the others go on.
+mkdir -p runs/gpu
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # most micro-batches have their own shape
+
+step() {
+    name=$1; shift
+    echo "== $name: $*"
+    "$@" 2>&1 | tee "runs/gpu/$name.txt"
+    [ "${PIPESTATUS[0]}" = 0 ] || echo "== $name failed" | tee -a runs/gpu/failed.txt
+}
+
+python -c "import torch, transformers as t; print(torch.cuda.get_device_name(), torch.__version__, t.__version__)" \
+    | tee runs/gpu/versions.txt
+git rev-parse HEAD >> runs/gpu/versions.txt
+step tests python -m pytest -q  # those of captured graphs run as well
+
+# The sampler beside generate, with shares of what the hardware could do.
+sampler="tools/bench.py sampler --model Qwen2.5-1.5B --random_weights --rows 128 --prompt 900"
+step sampler-eager python $sampler --new 200 --repeats 5
+step sampler python $sampler --new 200 --repeats 5 --compile
+
+# The paper's iteration: an eighth of it, SAPO beside PPO, then the whole of it. 7B for its memory.
+iteration="tools/bench.py iteration --tokens_per_micro_batch 16384"
+step sapo-ppo-eager python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
+    --eager --out runs/gpu/sapo-ppo-eager
+step sapo-ppo python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
+    --out runs/gpu/sapo-ppo
+step sapo-ppo-rollout python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
+    --old rollout --out runs/gpu/sapo-ppo-rollout
+step whole python $iteration --model Qwen2.5-1.5B --repeats 1 --out runs/gpu/whole
+step 7b python tools/bench.py iteration --model Qwen2.5-7B --tasks 4 --repeats 1 --checkpointing \
+    --moments bfloat16 --out runs/gpu/7b
+
+# A small pretrained model imitates the demonstrator, then trains by three methods.
+step imitate python tools/imitate.py --env alfworld --model SmolLM2-135M-Instruct --steps 200 \
+    --lr 1e-4 --max_new 64 --out runs/start
+for algo in sapo grpo ppo; do
+    step "alfworld-$algo" python train.py --env alfworld --model runs/start --algo $algo \
+        --lr 1e-5 --critic_lr 1e-4 --iterations 25 --max_new 64 --tokens_per_micro_batch 65536 \
+        --out "runs/alfworld-$algo"
+    step "unseen-$algo" python eval.py --model "runs/alfworld-$algo" --split valid_unseen
+done

@@ -1,0 +1,157 @@
+"""What makes a GPU fast and changes no result: torch.compile and captured CUDA graphs. Each is
+tried out before it is used; what fails or comes out otherwise is left out, and a line says so."""
+import copy
+import dataclasses
+import logging
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # no failure
+
+log = logging.getLogger("sapo")
+
+
+def say(text):
+    log.warning(" ".join(text.split())[:300])
+
+
+def compiled(eager, fast=None):
+    """A function, compiled for all shapes (`fast`: it has been). Where that fails, the function is
+    run as it is from then on."""
+    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would give up silently
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # else backward() would fail
+    use = [fast or torch.compile(eager, dynamic=True)]
+
+    def run(*args, **kwargs):
+        try:
+            return use[0](*args, **kwargs)
+        except (torch.OutOfMemoryError, StopRecomputation):
+            raise
+        except Exception as error:
+            if use[0] is eager:
+                raise
+            use[0] = eager
+            say(f"torch.compile failed, and it goes on without: {error}")
+        return eager(*args, **kwargs)
+    return run
+
+
+# ---------------------------------------------------------------------------------------- scoring
+
+
+def compiled_layers(body):
+    """A model's body in which each layer is compiled: a few graphs serve all layers and shapes."""
+    layers = [torch.compile(layer, dynamic=True) for layer in body.layers]
+    fast = copy.copy(body)  # the sampler runs the layers as they are
+    fast._modules = body._modules | {"layers": torch.nn.ModuleList(layers)}
+    return compiled(body, fast)
+
+
+def compiled_scoring(lm):
+    """-> lm (model.ActorCritic) with scoring compiled; lm itself where log-probs, entropies or
+    gradients of two short sequences come out otherwise."""
+    ids, fast = torch.arange(10, device=lm.device).view(2, 5), dataclasses.replace(lm, compile=True)
+    found = []
+    for one in (lm, fast):
+        hidden = one.body(ids).flatten(0, 1)
+        scores = one.token_scores(hidden, ids.flatten(), one.head, one.value_index)
+        sum(x.sum() for x in scores).backward()
+        norms = [p.grad.float().norm() for p in lm.model.parameters() if p.grad is not None]
+        found.append(torch.cat([*scores, torch.stack(norms)]).detach())
+        lm.model.zero_grad(set_to_none=True)
+    return fast if alike(lm, *found, "compiled scoring") else lm
+
+
+def alike(lm, theirs, ours, what):
+    """Whether two results differ by no more than another order of operations may make them."""
+    off, norm = (ours.float() - theirs.float()).norm().item(), theirs.float().norm().item()
+    if off <= (1e-3 if lm.model.dtype == torch.float32 else 0.1) * norm:
+        return True
+    say(f"{what} is {off:.1g} of {norm:.1g} off, and done in a plainer way")
+    return False
+
+
+# --------------------------------------------------------------------------------------- sampling
+
+ROWS = 128  # for so many, memory is reserved at once where that is little
+
+
+def free_memory():
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+class Captured:
+    """A sampler's decoding step as CUDA graphs, one for each number of rows and length."""
+
+    def __init__(self, sampler, step):
+        self.sampler, self.step, self.at = sampler, step, None
+        self.capturing = True
+
+    def __call__(self, n, span):
+        if self.at is not self.sampler.rows.at:  # the rows have moved, and graphs point into them
+            self.at, self.graphs, self.memory = self.sampler.rows.at, {}, None
+        if (n, span) in self.graphs:
+            return self.graphs[n, span].replay()
+        self.step(n, span)  # a size's first step is run as it is: a capture wants a warm-up
+        if self.capturing:
+            try:
+                self.graphs[n, span] = self.capture(n, span)
+            except RuntimeError as error:
+                say(f"no decoding step will be captured, because one could not be: {error}")
+                self.capturing = False
+
+    def capture(self, n, span):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            self.step(n, span)
+        self.memory = graph.pool()  # graphs run one at a time, so they share it
+        return graph
+
+
+def accelerate(sampler, compile):
+    """Gives a rollout.Sampler the fastest forward pass and decoding step that come out alike."""
+    forward, step = sampler.forward, sampler.decode_one_token
+    ways = [(forward, step, "")]
+    if compile:
+        ways.insert(0, (compiled(forward), compiled(step), "compiled "))
+    if sampler.gpu:
+        ways = [way for f, step, how in ways
+                for way in ((f, Captured(sampler, step), f"{how}captured "), (f, step, how))]
+        most, rows = sampler.limit + sampler.max_new, sampler.rows
+        token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in rows.keys + rows.values)
+        if token * most * ROWS <= free_memory() // 4:  # growing would throw captured graphs away
+            sampler.reserve(1, most)
+    stops = sampler.is_stop.clone()
+    for sampler.encoder, sampler.decoder, how in ways:
+        sampler.is_stop.zero_()  # here no word ends a response; in place, as graphs read it
+        found = try_out(sampler)
+        sampler.is_stop.copy_(stops)
+        if alike(sampler.lm, *found, f"{how}sampling"):
+            break
+    sampler.forget()
+    sampler.tokens_encoded = sampler.tokens_decoded = sampler.steps = 0
+
+
+@torch.no_grad()
+def try_out(sampler):
+    """Answers two short prompts, in two parts each -> hidden states of the model and its own."""
+    parts, rows = (([0, 1], [2]), ([0, 1, 3], [2, 4, 5, 6])), sampler.rows
+    ours, steps = [], min(3, sampler.max_new)
+    sampler.forget()
+    for sequences in parts:
+        sampler.open = 0
+        for name, ids in enumerate(sequences):
+            sampler.added.append((name, ids, np.full(sampler.max_new, 0.5)))
+        sampler.prefill()
+        ours.append(rows.hidden[:2].clone())
+    for _ in range(steps):
+        sampler.step()
+        ours.append(rows.hidden[:2].clone())
+    theirs = []
+    for first, whole, said in zip(*parts, rows.tokens[:2, :steps].tolist()):
+        ids = torch.tensor([whole + said], device=sampler.lm.device)
+        hidden = sampler.lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        theirs.append(torch.cat([hidden[len(first) - 1:][:1], hidden[len(whole) - 1:]]))
+    return torch.stack(theirs), torch.stack(ours, 1)
