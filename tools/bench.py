@@ -302,7 +302,7 @@ class Costless(Sampler):
     """The kv engine with a model that computes nothing and says the same all the time, for 60 to
     140 tokens; what is left is what the host does for a rollout."""
 
-    SAID = "<think>" + "I look around first and then decide. " * 40 + "</think><action>look</action>"
+    SAID = f"<think>{'I look around first and then decide. ' * 40}</think><action>look</action>"
 
     def prepare(self, compile):
         layer = argparse.Namespace(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1))
