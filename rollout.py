@@ -360,7 +360,8 @@ class Sampler:
         pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
         def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-            token, logp = choose(scores, u[:, len(drawn)], lm.value_index, self.temperature)
+            now = u[:, min(len(drawn), self.max_new - 1)]
+            token, logp = choose(scores, now, lm.value_index, self.temperature)
             drawn.append(logp)
             return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
@@ -437,7 +438,6 @@ def play(traj, task, sampler, pool, seed, prompts):
     """One trajectory, as a coroutine: yields an ask of next_prompts and is sent the prompt, yields
     None and is sent what the game or the model answers, at last yields None, (turns, episode)."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
-
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))
     lm, turns, before = sampler.lm, [], []

@@ -43,9 +43,9 @@ def compiled(eager, fast=None):
 
 def compiled_layers(body):
     """A model's body in which each layer is compiled: a few graphs serve all layers and shapes."""
-    layers = [torch.compile(layer, dynamic=True) for layer in body.layers]
     fast = copy.copy(body)  # the sampler runs the layers as they are
-    fast._modules = body._modules | {"layers": torch.nn.ModuleList(layers)}
+    fast._modules = {name: part for name, part in body._modules.items() if name != "layers"}
+    fast.__dict__["layers"] = [torch.compile(layer, dynamic=True) for layer in body.layers]
     return compiled(body, fast)
 
 
