@@ -139,7 +139,7 @@ def attend(module, query, key, value, mask, scaling=None, **kwargs):
     groups, sdpa = query.shape[1] // key.shape[1], F.scaled_dot_product_attention
     grouped = query.unflatten(1, (-1, groups))  # (R, H', G, T, D)
     if mask is None:  # enable_gqa is fast only without a mask
-        shared = {"enable_gqa": True} if groups > 1 else {}  # a comparison cannot be compiled
+        shared = {"enable_gqa": True} if groups > 1 else {}  # compiled, groups > 1 is no bool
         out = sdpa(query, key, value, is_causal=True, scale=scaling, **shared)
     elif query.shape[2] == 1:  # the heads that share K and V are folded into the query axis
         out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
@@ -256,13 +256,13 @@ class Chat:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         talk = self.written(self.USER, self.RESPONSE, self.USER) if tokenizer.chat_template else ""
-        if talk.count(self.RESPONSE) != 1 or talk.count(self.USER) != 2:
-            raise ValueError("no chat template that keeps what the assistant says (chat_template."
-                             "jinja or tokenizer_config.json has it): choose an instruct model")
+        if talk.count(self.RESPONSE) != 1 or talk.count(self.USER) != 2 or not tokenizer.is_fast:
+            raise ValueError("no fast tokenizer with a chat template that keeps what the assistant "
+                             "says (chat_template.jinja has it): choose an instruct model")
         # what stands around a text: to run the template for every turn would take too long
         self.begin, self.end = self.written(self.USER).split(self.USER)
         self.between = talk.partition(self.RESPONSE)[2].split(self.USER)[0]
-        self.tokenizer("-")  # no padding and no truncation from here on
+        tokenizer("-")  # which turns the backend's padding and truncation off
 
     def written(self, *contents):
         """The user's and the assistant's messages in turn, as text up to the next response."""
@@ -272,8 +272,8 @@ class Chat:
                                                   add_generation_prompt=True)
 
     def prompts(self, texts, before):
-        """The ids of user messages up to where the response begins, each for the ids `before` it:
-        [] begins a conversation, others end in a response, whose end of turn is not repeated."""
+        """The ids of user messages up to where the response begins. `before`: of each the ids so
+        far, [] at first; an end of turn that they end in is not repeated."""
         texts = [(self.between if old else self.begin) + text.strip() + self.end
                  for text, old in zip(texts, before)]
         backend = self.tokenizer.backend_tokenizer  # it takes half the time of transformers' call

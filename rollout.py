@@ -6,9 +6,9 @@
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
 A token is drawn by a uniform number that depends on (seed, iteration, trajectory, turn) alone, so
-engine, rows and ranks change it only by rounding. The past is shown in one of two ways (`context`):
+engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
 `window` builds each turn's prompt anew from the last k turns; in `full`, which the paper does not
-have, the conversation and its cache grow. R rows, T tokens, S longest sequence, H heads, D its size
+have, the conversation and its cache grow. R rows, T tokens, S longest sequence, H heads of size D
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
 from collections import deque
@@ -38,7 +38,7 @@ class Rows:
         def empty(*shape, dtype=torch.float32):
             return torch.zeros(0, *shape, dtype=dtype, device=hidden.device)
 
-        # of each layer (R, H', S + 1, D); padding writes to the last position
+        # of each layer (R, heads of K and V, S + 1, D); padding writes to the last position
         self.keys = [x.keys[:0, :, :1].clone() for x in layers]
         self.values = [x.values[:0, :, :1].clone() for x in layers]
         self.longest = 0  # S
@@ -46,9 +46,9 @@ class Rows:
         self.at = empty(dtype=torch.long)  # (R,) the position of the next token
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
         self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
-        self.u = empty(max_new + 1)  # the uniform numbers to draw with; idle rows read the last
-        self.tokens = empty(max_new + 1, dtype=torch.long)  # what was drawn; idle rows write to
-        self.logp = empty(max_new + 1)  # the last column, here and in tokens
+        self.u = empty(max_new + 1)  # the uniform numbers to draw with
+        self.tokens = empty(max_new + 1, dtype=torch.long)  # what was drawn; in u, tokens and logp
+        self.logp = empty(max_new + 1)  # the last column is for rows that have ended
         self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
 
     def grow(self, rows, longest):
@@ -157,7 +157,7 @@ class Sampler:
     def forget(self):
         """Forgets every sequence. The memory stays, because captured graphs point into it."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
-        self.seen = None  # how they were some steps ago, on its way to the host
+        self.seen = None  # the last look, which has not been read
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
 
@@ -171,11 +171,11 @@ class Sampler:
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.ahead = 4 if self.gpu else 0  # steps queued before the host sees who has ended
+        self.ahead = 4 if self.gpu else 0  # steps between looks, each of which is read one later
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
         try:
             self.check()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
             raise ValueError(f"the kv engine cannot serve {type(lm.model).__name__}, use "
@@ -278,11 +278,11 @@ class Sampler:
             had.grow(*size)
 
     def bucket(self, n, span):
-        """On a GPU, rounds up: few graphs serve all, and no mask is copied for its odd width."""
+        """Rounds up: few graphs, none for a single row alone, no mask copied for its odd width."""
         if not self.gpu:
             return n, span
-        step = 2 if n <= 2 else 4 if n <= 16 else 16  # one row would be compiled for itself
-        return -(-n // step) * step, -(-span // 256) * 256
+        step, wide = 2 if n <= 2 else 4 if n <= 16 else 16, 256 if span <= 4096 else 1024
+        return -(-n // step) * step, -(-span // wide) * wide
 
     def settle(self, keep):
         """Brings the rows `keep` to the front, where they change places with those that wait."""
@@ -328,11 +328,11 @@ class Sampler:
         rows, n = self.rows, self.open
         columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
         columns = [x[:n].to("cpu", non_blocking=True, copy=self.ahead > 0) for x in columns]
-        event = torch.cuda.is_available() and torch.cuda.current_stream().record_event()
+        event = rows.at.is_cuda and torch.cuda.current_stream(rows.at.device).record_event()
         return self.names[:n], columns, event
 
     def collect(self, names, columns, event):
-        """-> [(name, Response)] of the rows that had ended by then; the others move up."""
+        """-> [(name, Response)] of the rows that had ended at a look; the others move up."""
         if event:
             event.synchronize()
         going, count, at, tokens, logp, value = columns

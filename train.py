@@ -291,8 +291,8 @@ def pick_tasks(ids, config, iteration):
 
 
 def sampler_for(lm, config, temperature=1.0):
-    return Sampler(lm, config.engine, config.context, config.max_new, temperature, config.compile,
-                   config.max_prompt, config.max_context)
+    return Sampler(lm, config.engine, config.context, config.max_new, temperature,
+                   config.compile and temperature == 1, config.max_prompt, config.max_context)
 
 
 # --------------------------------------------------------------------------------------- settings
@@ -315,8 +315,8 @@ class Config:
     context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
     rows: Size = None  # games decoded side by side; default all of an iteration's
-    compile: bool = None  # torch.compile for kv and for scoring; default on a GPU
-    eager: bool = False  # no torch.compile, whatever else is said
+    compile: bool = None  # torch.compile for scoring and for sampling at 1; default on a GPU
+    eager: bool = False  # no torch.compile; on a GPU decoding steps are captured all the same
     dtype: Literal["float32", "bfloat16"] = None  # of the weights; default by the device
     history: Count = 2  # turns shown in a window prompt
     horizon: Size = None  # turns an episode may take; default the environment's

@@ -3,6 +3,8 @@
 # It takes some hours. What is printed is kept in runs/gpu/NAME.txt; curves, tables and evaluations
 # are in the runs' own folders. A step that fails is named, and the others go on.
 mkdir -p runs/gpu
+rm -f runs/gpu/failed.txt
+python -c "import torch; torch.cuda.get_device_name()" || exit 1
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # most micro-batches have their own shape
 
 step() {
@@ -19,13 +21,13 @@ step tests python -m pytest -q  # those of captured graphs run as well
 
 # The sampler beside generate, with shares of what the hardware could do.
 sampler="tools/bench.py sampler --model Qwen2.5-1.5B --random_weights --rows 128 --prompt 900"
-step sampler-eager python $sampler --new 200 --repeats 5
+step sampler-uncompiled python $sampler --new 200 --repeats 5
 step sampler python $sampler --new 200 --repeats 5 --compile
 
 # The paper's iteration: an eighth of it, SAPO beside PPO, then the whole of it. 7B for its memory.
 iteration="tools/bench.py iteration --tokens_per_micro_batch 16384"
-step sapo-ppo-eager python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
-    --eager --out runs/gpu/sapo-ppo-eager
+step sapo-ppo-uncompiled python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
+    --eager --out runs/gpu/sapo-ppo-uncompiled
 step sapo-ppo python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
     --out runs/gpu/sapo-ppo
 step sapo-ppo-rollout python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \

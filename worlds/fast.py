@@ -1,5 +1,6 @@
 """What makes a GPU fast and changes no result: torch.compile and captured CUDA graphs. Each is
-tried out before it is used; what fails or comes out otherwise is left out, and a line says so."""
+tried out at a small size before it is used; what fails or comes out otherwise is left out, and a
+line says so."""
 import copy
 import dataclasses
 import logging
@@ -16,8 +17,8 @@ def say(text):
 
 
 def compiled(eager, fast=None):
-    """A function, compiled for all shapes (`fast`: it has been). Where that fails, the function is
-    run as it is from then on."""
+    """A function, compiled for all shapes (by `fast`, where that is given). Where compiling fails,
+    now or later, the function is run as it is from then on."""
     torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would give up silently
@@ -43,6 +44,8 @@ def compiled(eager, fast=None):
 
 def compiled_layers(body):
     """A model's body in which each layer is compiled: a few graphs serve all layers and shapes."""
+    if not hasattr(body, "layers"):  # it calls them otherwise
+        return compiled(body)
     fast = copy.copy(body)  # the sampler runs the layers as they are
     fast._modules = {name: part for name, part in body._modules.items() if name != "layers"}
     fast.__dict__["layers"] = [torch.compile(layer, dynamic=True) for layer in body.layers]
@@ -52,8 +55,9 @@ def compiled_layers(body):
 def compiled_scoring(lm):
     """-> lm (model.ActorCritic) with scoring compiled; lm itself where log-probs, entropies or
     gradients of two short sequences come out otherwise."""
-    ids, fast = torch.arange(10, device=lm.device).view(2, 5), dataclasses.replace(lm, compile=True)
-    found = []
+    words, found = [i for i in range(20) if i not in lm.value_ids], []
+    ids, fast = torch.tensor([words[:5], words[5:10]]), dataclasses.replace(lm, compile=True)
+    ids = ids.to(lm.device)
     for one in (lm, fast):
         hidden = one.body(ids).flatten(0, 1)
         scores = one.token_scores(hidden, ids.flatten(), one.head, one.value_index)
@@ -69,17 +73,13 @@ def alike(lm, theirs, ours, what):
     off, norm = (ours.float() - theirs.float()).norm().item(), theirs.float().norm().item()
     if off <= (1e-3 if lm.model.dtype == torch.float32 else 0.1) * norm:
         return True
-    say(f"{what} is {off:.1g} of {norm:.1g} off, and done in a plainer way")
+    say(f"{what} is {off:.1g} of {norm:.1g} off, so it is not used")
     return False
 
 
 # --------------------------------------------------------------------------------------- sampling
 
-ROWS = 128  # for so many, memory is reserved at once where that is little
-
-
-def free_memory():
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+ROWS = 128  # where the longest sequences of so many fit well, their length is reserved at once
 
 
 class Captured:
@@ -87,25 +87,29 @@ class Captured:
 
     def __init__(self, sampler, step):
         self.sampler, self.step, self.at = sampler, step, None
-        self.capturing = True
+        self.works = True
 
     def __call__(self, n, span):
         if self.at is not self.sampler.rows.at:  # the rows have moved, and graphs point into them
             self.at, self.graphs, self.memory = self.sampler.rows.at, {}, None
-        if (n, span) in self.graphs:
+        if self.graphs.get((n, span)):
             return self.graphs[n, span].replay()
         self.step(n, span)  # a size's first step is run as it is: a capture wants a warm-up
-        if self.capturing:
+        if self.works and (n, span) not in self.graphs:
             try:
                 self.graphs[n, span] = self.capture(n, span)
+            except torch.OutOfMemoryError:
+                self.graphs[n, span] = None  # this size is run as it is
             except RuntimeError as error:
                 say(f"no decoding step will be captured, because one could not be: {error}")
-                self.capturing = False
+                self.works = False
 
     def capture(self, n, span):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
-            self.step(n, span)
+        stream = torch.cuda.current_stream(self.at.device)
+        with torch.cuda.stream(stream):  # where a capture fails, it would leave another behind
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+                self.step(n, span)
         self.memory = graph.pool()  # graphs run one at a time, so they share it
         return graph
 
@@ -117,19 +121,21 @@ def accelerate(sampler, compile):
     if compile:
         ways.insert(0, (compiled(forward), compiled(step), "compiled "))
     if sampler.gpu:
-        ways = [way for f, step, how in ways
-                for way in ((f, Captured(sampler, step), f"{how}captured "), (f, step, how))]
-        most, rows = sampler.limit + sampler.max_new, sampler.rows
+        ways = [(f, Captured(sampler, s), f"{how}captured ") for f, s, how in ways] + ways
+        longest, rows = sampler.limit + sampler.max_new, sampler.rows
         token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in rows.keys + rows.values)
-        if token * most * ROWS <= free_memory() // 4:  # growing would throw captured graphs away
-            sampler.reserve(1, most)
+        free = torch.cuda.mem_get_info(rows.at.device)[0] if torch.cuda.is_available() else 0
+        if token * longest * ROWS <= free // 4:  # or growing would throw captured graphs away
+            sampler.reserve(1, longest)
     stops = sampler.is_stop.clone()
     for sampler.encoder, sampler.decoder, how in ways:
         sampler.is_stop.zero_()  # here no word ends a response; in place, as graphs read it
         found = try_out(sampler)
         sampler.is_stop.copy_(stops)
-        if alike(sampler.lm, *found, f"{how}sampling"):
+        if getattr(sampler.decoder, "works", True) and alike(sampler.lm, *found, f"{how}sampling"):
             break
+    else:
+        raise ValueError("the kv engine does not repeat the model's hidden states: --engine hf")
     sampler.forget()
     sampler.tokens_encoded = sampler.tokens_decoded = sampler.steps = 0
 
