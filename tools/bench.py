@@ -300,7 +300,11 @@ def games_main(argv):
 
 class Costless(Sampler):
     """The kv engine with a model that computes nothing and says the same all the time, for 60 to
-    140 tokens; what is left is what the host does for a rollout."""
+    140 tokens; what is left is what the host does for a rollout. Beside it a device is imagined
+    that decodes a step in so many seconds, and it is counted how long that one is idle."""
+
+    step_seconds = idle = 0.0
+    free_at = None  # the time at which the device will have done all that it was told
 
     SAID = f"<think>{'I look around first and then decide. ' * 40}</think><action>look</action>"
 
@@ -320,6 +324,21 @@ class Costless(Sampler):
         rows.count[:n] += rows.going[:n]
         rows.going[:n] &= rows.count[:n] < 60 + 80 * rows.u[:n, 0]
         rows.tokens[:n, :len(self.said)] = self.said
+        told = now()
+        self.free_at = told if self.free_at is None else self.free_at
+        self.idle += max(0.0, told - self.free_at)
+        self.free_at = max(told, self.free_at) + self.step_seconds
+
+    def look(self):
+        names, columns, _ = super().look()
+        return names, columns, Moment(self.free_at)
+
+
+class Moment(NamedTuple):
+    at: float
+
+    def synchronize(self):
+        time.sleep(max(0.0, self.at - now()))
 
 
 class Recorded:
@@ -355,20 +374,24 @@ class Recorded:
 def host_main(argv):
     args = Parser("host", "The host's seconds in a rollout whose model and games cost nothing.",
                   SAMPLING | GAMES | {"steps": (machine.Size, 50, "turns of a game"),
+                                      "decode": (machine.Weight, 0.0, "milliseconds of a decoding "
+                                                 "step, to see how long the GPU would be idle"),
                                       "repeats": (machine.Size, 3, "rounds")}).parse_args(argv)
     options = envs.options_for(vars(args)) | {"horizon": args.steps + 1}
     games = envs.tasks(args.env, "train", **options)
     pool = Recorded(args.env, options, games[::max(1, len(games) // 16)][:16], args.steps)
-    lm, taken = dataclasses.replace(loaded(args)), []
+    lm, taken, idle = dataclasses.replace(loaded(args)), [], []
     lm.readout = lambda hidden: hidden[..., 0]
     for _ in range(args.repeats):
         sampler, began = Costless(lm, max_new=160), now()
+        sampler.step_seconds = args.decode / 1e3
         turns = rollout(sampler, range(args.rows), pool)
         taken.append((now() - began) / len(turns))
+        idle.append(sampler.idle / len(turns))
     n = len(turns)
     print(f"{args.rows} games of {args.env}, {n} turns, {sampler.tokens_encoded / n:.0f} tokens "
-          f"encoded and {sampler.tokens_sampled / n:.0f} sampled a turn: {1e3 * min(taken):.2f} ms "
-          f"a turn, {np.median(taken) * 1e3:.2f} in the median of {args.repeats}")
+          f"encoded and {sampler.tokens_sampled / n:.0f} sampled a turn: {1e3 * np.median(taken):.2f} "
+          f"ms a turn, the device idle for {1e3 * np.median(idle):.2f}; median of {args.repeats}")
 
 
 # ------------------------------------------------------------------------- iteration and update
