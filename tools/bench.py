@@ -388,10 +388,10 @@ def host_main(argv):
         turns = rollout(sampler, range(args.rows), pool)
         taken.append((now() - began) / len(turns))
         idle.append(sampler.idle / len(turns))
-    n = len(turns)
+    n, (taken, idle) = len(turns), (1e3 * np.median(x) for x in (taken, idle))
     print(f"{args.rows} games of {args.env}, {n} turns, {sampler.tokens_encoded / n:.0f} tokens "
-          f"encoded and {sampler.tokens_sampled / n:.0f} sampled a turn: {1e3 * np.median(taken):.2f} "
-          f"ms a turn, the device idle for {1e3 * np.median(idle):.2f}; median of {args.repeats}")
+          f"encoded and {sampler.tokens_sampled / n:.0f} sampled a turn: {taken:.2f} ms a turn, "
+          f"the device idle for {idle:.2f}; median of {args.repeats}")
 
 
 # ------------------------------------------------------------------------- iteration and update
