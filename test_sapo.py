@@ -30,6 +30,7 @@ from collections import Counter
 from typing import NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
+os.environ["OMP_NUM_THREADS"] = "1"  # tensors are small, and other tests run beside
 
 import pytest
 import torch
