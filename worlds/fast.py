@@ -19,7 +19,6 @@ def say(text):
 def compiled(eager, fast=None):
     """A function, compiled for all shapes (by `fast`, where that is given). Where compiling fails,
     now or later, the function is run as it is from then on."""
-    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would give up silently
     torch._functorch.config.force_non_lazy_backward_lowering = True  # else backward() would fail
@@ -114,12 +113,29 @@ class Captured:
         return graph
 
 
+def compiled_for(sampler, function):
+    """A method of a sampler, compiled for all rows and lengths. The compiler is told which sizes
+    never change, for about each of the others it reasons in every layer."""
+    run, rows, known = compiled(function), sampler.rows, [None]
+
+    def call(*args):
+        if known[0] is not rows.at:  # the rows have moved
+            known[0] = rows.at
+            for x in rows.keys + rows.values:
+                torch._dynamo.mark_static(x, (1, 3))
+            for x in (rows.hidden, rows.u, rows.tokens, rows.logp, rows.p):
+                torch._dynamo.mark_static(x, 1)
+            torch._dynamo.mark_static(sampler.lm.value_index, 0)
+        return run(*args)
+    return call
+
+
 def accelerate(sampler, compile):
     """Gives a rollout.Sampler the fastest forward pass and decoding step that come out alike."""
     forward, step = sampler.forward, sampler.decode_one_token
     ways = [(forward, step, "")]
     if compile:
-        ways.insert(0, (compiled(forward), compiled(step), "compiled "))
+        ways.insert(0, (*(compiled_for(sampler, f) for f in (forward, step)), "compiled "))
     if sampler.gpu:
         ways = [(f, Captured(sampler, s), f"{how}captured ") for f, s, how in ways] + ways
         longest, rows = sampler.limit + sampler.max_new, sampler.rows
@@ -143,9 +159,10 @@ def accelerate(sampler, compile):
 @torch.no_grad()
 def try_out(sampler):
     """Answers two short prompts, in two parts each -> hidden states of the model and its own."""
-    parts, rows = (([0, 1], [2]), ([0, 1, 3], [2, 4, 5, 6])), sampler.rows
+    parts, rows = (([0, 1, 2], [3]), ([0, 1, 2, 4], [3, 5, 6, 7, 8])), sampler.rows
     ours, steps = [], min(3, sampler.max_new)
     sampler.forget()
+    sampler.reserve(5, 5 + steps)  # what is equal by chance would be compiled as if it always were
     for sequences in parts:
         sampler.open = 0
         for name, ids in enumerate(sequences):
