@@ -1519,14 +1519,14 @@ def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
     assert made[0] == made[1] < made[2] == made[3] <= made[1] + 6 and made[4] == made[5]
 
 
-def as_on_a_gpu(monkeypatch, ahead=4):
+def as_on_a_gpu(monkeypatch):
     """What a GPU does, on the CPU; a captured step is run again."""
     def replay_by_running(captured, n, span):
         return types.SimpleNamespace(replay=lambda: captured.step(n, span))
 
     def prepare_as_on_a_gpu(sampler, compile):
         prepare(sampler, False)
-        sampler.gpu, sampler.ahead = True, ahead
+        sampler.gpu, sampler.ahead = True, 4
         fast.accelerate(sampler, compile)
 
     prepare = Sampler.prepare
@@ -2559,7 +2559,7 @@ def read_lines(path):
 def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, flags):
     """Groups are split over the ranks; a checkpoint holds the critic and its optimizer."""
     every = ["--tasks", "6", "--group", "3", "--horizon", "12", "--eval_games", "0",
-             "--mini_batch", "12", "--lr_end", "1", "--seed", "2", *flags]
+             "--mini_batch", "12", "--lr_end", "1", "--seed", "7", *flags]
 
     def run(name, iterations, *more, start=Alone):
         start(*every, *more, "--iterations", iterations, "--out", tmp_path / name).finish()
@@ -2568,7 +2568,7 @@ def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, fl
     one = run("one", 2)
     two = run("two", 2, start=TwoRanks)
     # Otherwise there would be nothing to compare.
-    assert all(line["success"] and abs(line["loss_policy"]) > 1e-3 for line in one)
+    assert all(0 < line["success"] < 1 and abs(line["loss_policy"]) > 1e-3 for line in one)
     keys = {"success", "loss_policy", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic",
             "grad_norm_critic"}
     for a, b in zip(one, two):

@@ -255,7 +255,7 @@ SAMPLING = {
     "new": (machine.number(int, 9), 64, "longest response in tokens"),
     "dtype": (Literal["float32", "bfloat16"],
               "bfloat16" if torch.cuda.is_available() else "float32", "of the weights"),
-    "compile": (bool, False, "torch.compile kv's decoding step")}
+    "compile": (bool, False, "torch.compile for kv")}
 GAMES = {
     "env": (str, "house", "house, alfworld or webshop"),
     "data": (str, None, "the folder of alfworld's json_2.1.1, or of webshop's catalogue"),

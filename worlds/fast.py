@@ -144,14 +144,14 @@ def accelerate(sampler, compile):
         if token * longest * ROWS <= free // 4:  # or growing would throw captured graphs away
             sampler.reserve(1, longest)
     stops = sampler.is_stop.clone()
+    sampler.is_stop.zero_()  # for now no word ends a response; in place, as graphs read it
     for sampler.encoder, sampler.decoder, how in ways:
-        sampler.is_stop.zero_()  # here no word ends a response; in place, as graphs read it
         found = try_out(sampler)
-        sampler.is_stop.copy_(stops)
         if getattr(sampler.decoder, "works", True) and alike(sampler.lm, *found, f"{how}sampling"):
             break
     else:
         raise ValueError("the kv engine does not repeat the model's hidden states: --engine hf")
+    sampler.is_stop.copy_(stops)
     sampler.forget()
     sampler.tokens_encoded = sampler.tokens_decoded = sampler.steps = 0
 

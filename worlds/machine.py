@@ -215,9 +215,10 @@ def fitted(lm, config):
         if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
             raise ValueError("--checkpointing: this model has dropout, which would be active")
         lm.model.gradient_checkpointing_enable({"use_reentrant": False})
-    if config.compile:
-        say("compiling what scores and samples; the first time takes minutes, --eager goes without")
-    return compiled_scoring(lm) if config.compile else lm
+    if not config.compile:
+        return lm
+    say("compiling what scores and samples; the first time takes minutes, --eager goes without")
+    return compiled_scoring(lm)
 
 
 def sum_and_clip_gradients(model, most):
