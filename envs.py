@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import copy
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 
+from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 from worlds.textworld import Engine, alfworld_root, game_folders
 from worlds.webshop import Shop, keys_of, shop_command  # train.py counts GiGPO's states by keys_of
 
@@ -165,6 +167,33 @@ def parse_action(text, fallback):
     return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
 
 
+# ------------------------------------------------------------------- what an environment has
+
+class Env:
+    """An environment of your own inherits this, and has besides
+
+        tasks(split) -> sorted ids, of the splits "train" and held_out[0]
+        reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
+
+    with info as described above. What differs from here it says itself."""
+
+    flags = ("horizon",)  # the settings its constructor takes
+    horizon = 50  # turns an episode may take; its last step is truncated
+    held_out = "test", 100  # the split and number of games of an evaluation
+    categories = {}  # {info's category: column} of an evaluation
+    episode = Episode  # the prompts
+    max_prompt = 2048  # tokens a prompt may take
+    fallback = 30  # characters taken as the action if the response has no tags
+    graded = False  # whether info's score can lie between 0 and 1
+
+    def __init__(self, horizon=horizon):
+        self.horizon = horizon
+
+    def expert(self):
+        """Commands that win from here, or None."""
+        return None
+
+
 # --------------------------------------------------------------------------------------- house
 
 # A house of n places draws from PLACES[:n], one with m things from OBJECTS[:2 * m].
@@ -179,18 +208,12 @@ CAN_BE = {
     "cool": "apple mug egg potato plate tomato bowl bread cup lettuce pan pot winebottle".split()}
 PLACES = """countertop cabinet shelf drawer desk dresser sidetable garbagecan coffeetable sofa
 diningtable stoveburner armchair bed safe cart ottoman toilet coffeemachine toaster""".split()
-APPLIANCES = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}  # one of each per house
 OPENABLE = {"fridge", "microwave", "cabinet", "drawer", "safe"}
-LAMP = "desklamp 1"
 GOALS = dict(zip(CATEGORIES, (
     "put a {obj} in {dest}.", "look at {obj} under the desklamp.", "put a clean {obj} in {dest}.",
     "put a hot {obj} in {dest}.", "put a cool {obj} in {dest}.", "put two {obj} in {dest}.")))
 STATES = {"clean": "clean", "heat": "hot", "cool": "cool"}  # the state that each verb brings about
 SIZES = {"train": 4000, "test": 1000}  # how many tasks the splits of the house have
-
-
-def type_of(name):  # "cabinet 2" -> "cabinet"
-    return name.rsplit(" ", 1)[0]
 
 
 def numbered(types):  # ["mug", "pen", "mug"] -> ["mug 1", "pen 1", "mug 2"]
@@ -203,80 +226,14 @@ def listing(names):  # ["mug 1", "pen 1"] -> "a mug 1, and a pen 1"
     return ", ".join(f"a {n}" for n in names[:-1]) + f", and a {names[-1]}"
 
 
-def verb_of(category):  # what its tasks want done: clean, heat, cool or None
-    return next((verb for verb in APPLIANCES if f"_{verb}_" in category), None)
-
-
-class Seeker:
-    """Solves household tasks. It looks through the places in their order and uses only what the
-    agent sees as well, so that a model can learn to do the same.
-
-    A subclass has goal: the types (object, place); category; verb: clean, heat, cool or None;
-    places: all names, in order; begin: the place to look at first; at, holding: names or None;
-    closed(place) and inside(place), of the place where it stands; treated(thing): whether the verb
-    was applied; placed(any_state): how many of the objects are where they should be."""
-
-    def advice(self, forgetful=False):
-        """-> (thought, next command). The forgetful one skips the washing, heating, cooling, the
-        lamp and the second object, and then idles."""
-        (obj, dest), here, thing = self.goal, self.at, self.holding
-        if forgetful and (self.in_hand() if self.needs_lamp() else self.placed(any_state=True)):
-            return "done", f"examine {thing}" if self.needs_lamp() else "look"
-        if thing is None:
-            return f"find {obj}", self.find(obj)
-        if not self.in_hand():
-            return f"drop {type_of(thing)}", self.put()
-        if self.needs_lamp():
-            lamp_is_here = here and LAMP in self.inside(here)
-            return f"use {type_of(LAMP)}", f"use {LAMP}" if lamp_is_here else self.onward()
-        if self.verb and not self.treated(thing) and not forgetful:
-            tool = f"{APPLIANCES[self.verb]} 1"
-            ready = f"{self.verb} {thing} with {tool}"
-            return f"{self.verb} {obj}", ready if here == tool else f"go to {tool}"
-        if here and type_of(here) == dest:
-            return f"put {obj} in {dest}", self.put()
-        return f"put {obj} in {dest}", f"go to {next(p for p in self.places if type_of(p) == dest)}"
-
-    def needs_lamp(self):
-        return self.category == "look_at_obj_in_light"
-
-    def in_hand(self):
-        return self.holding is not None and type_of(self.holding) == self.goal[0]
-
-    def stores(self, place):
-        """Whether objects in this place are where and as they should be, and are left there."""
-        return type_of(place) == self.goal[1] and self.verb is None and not self.needs_lamp()
-
-    def find(self, obj):
-        here = self.at
-        found = [thing for thing in self.inside(here) if type_of(thing) == obj] if here else []
-        return self.onward() if not found or self.stores(here) else f"take {found[0]} from {here}"
-
-    def onward(self):
-        """Opens the place where it stands, or goes to the next one."""
-        if self.at is None:
-            return f"go to {self.begin}"
-        if self.closed(self.at):
-            return f"open {self.at}"
-        return f"go to {self.places[(self.places.index(self.at) + 1) % len(self.places)]}"
-
-    def put(self):
-        return f"open {self.at}" if self.closed(self.at) else f"move {self.holding} to {self.at}"
-
-
-class House(Seeker):
+class House(Seeker, Env):
     """One room with `places` places and `objects` things to carry, most of them out of sight until
     the agent goes there and opens what is closed. A task id is a number as a string. It fixes the
     split and, for a given size, the room and the goal. Rooms in which the expert needs more than
     min(4 places, 50) steps are drawn again; a larger house wants a horizon as long as that."""
 
-    # What every environment says of itself:
-    flags, horizon = ("places", "objects", "horizon"), 20  # its options; turns an episode may take
-    fallback = 30  # characters taken as the action if the response has no tags
-    held_out = "test", 192  # the split and number of games of an evaluation
-    categories, episode = CATEGORIES, Episode  # the columns of an evaluation; the prompts
-    max_prompt = 2048  # tokens a prompt may take
-    graded = False  # whether info's score can lie between 0 and 1
+    flags, horizon = ("places", "objects", "horizon"), 20
+    held_out, categories = ("test", 192), CATEGORIES
 
     def __init__(self, places=5, objects=4, horizon=horizon):
         for name, value, least in zip(self.flags, (places, objects, horizon), (5, 2, 1)):
@@ -459,16 +416,15 @@ class House(Seeker):
 
 # ------------------------------------------------------------------------------------ alfworld
 
-class AlfWorld:
+class AlfWorld(Env):
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
     the engine's own. `stock` leaves TextWorld as it is, some twenty times slower a step."""
 
-    flags, horizon, fallback, max_prompt, graded = ("data", "horizon"), 50, 30, 2048, False
-    held_out, categories, episode = ("valid_seen", 140), CATEGORIES, Episode
+    flags, held_out, categories = ("data", "horizon"), ("valid_seen", 140), CATEGORIES
     CHANGES = set("go open close take move clean heat cool use slice".split())  # others only look
 
-    def __init__(self, data=None, horizon=horizon, stock=False):
+    def __init__(self, data=None, horizon=Env.horizon, stock=False):
         if horizon < 1:
             raise ValueError(f"alfworld: horizon must be at least 1, got {horizon}")
         self.root, self.horizon, self.engine = alfworld_root(data), horizon, Engine(stock)
@@ -506,7 +462,7 @@ class AlfWorld:
 
 # ------------------------------------------------------------------------------------- webshop
 
-class WebShop:
+class WebShop(Env):
     """The shop of worlds/webshop.py, with the original's pages (mode `text` or `text_rich`). A task
     id is a goal's number in the original's order. score is the original's reward of the step, and
     the step that buys at a score of exactly 1 pays REWARD. results/README.md has the departures."""
@@ -558,11 +514,26 @@ class WebShop:
 ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop}
 
 
+OPTIONS = "data", "goals", "places", "objects"  # flags that some environments alone know
+
+
 def known(name):
-    """The class of an environment, with what holds for all of its games."""
-    if name not in ENVS:
-        raise ValueError(f"unknown environment {name!r}; known: {', '.join(ENVS)}")
-    return ENVS[name]
+    """The class of an environment, with what holds for all of its games: one of ENVS, or your own
+    as MODULE:CLASS, looked for in the working directory as well."""
+    if name in ENVS:
+        return ENVS[name]
+    module, _, its_class = name.partition(":")
+    if not its_class:
+        raise ValueError(f"unknown environment {name!r}; known: {', '.join(ENVS)}, and your own as "
+                         "MODULE:CLASS")
+    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
+    try:
+        found = getattr(importlib.import_module(module), its_class)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--env {name}: {error}") from error
+    if not hasattr(found, "held_out"):
+        raise ValueError(f"--env {name}: an environment inherits envs.Env")
+    return found
 
 
 def make_env(name, **options):

@@ -14,20 +14,20 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import envs
 from model import load
-from rollout import Response, Sampler, next_prompts, trajectories, uniforms
-from worlds.machine import (Count, Parser, Size, Weight, newest_checkpoint, one_line_errors,
-                            options_of, read_json, write_file)
+from rollout import Sampler, next_prompts, trajectories, uniforms
+from worlds.machine import (Count, Parser, Size, Weight, gather, one_line_errors, options_of,
+                            progress, rank, typed, world)
+from worlds.runs import (newest_checkpoint, read_json, read_settings, settings_of, verify,
+                         write_file)
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's temperature here
 EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
@@ -46,8 +46,8 @@ def play(sampler, games, pool, *, style="plain", seed=0, rows=None, history=2, q
         stream, failed = (seed, 0, EVALUATION + trial), {}
         over = trajectories(sampler, [*games.values()], pool, trajs=games, rows=rows, seed=stream,
                             history=history, prompts=prompts)
-        for number, turns, episode in tqdm(over, "again" if trial else "eval", len(games),
-                                           disable=quiet, leave=False):
+        what = "games again" if trial else "games"
+        for number, turns, episode in progress(over, what, total=len(games), quiet=quiet):
             about = {"trials": trial + 1, "lessons": [*lessons[number]]} if prompts else {}
             yield number, record(pool.env, games[number], turns, episode) | about
             if not episode.info["won"]:
@@ -124,6 +124,46 @@ def table(reports, env):
     return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
+def of_run(config, pool, sampler_at, path=None, temperatures=None):
+    """A run of train.py plays its --eval_games at the paper's temperature, in the house at 1 as
+    well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
+    them. sampler_at: temperature -> a Sampler."""
+    if path and config.resume and os.path.isfile(path):
+        return {float(t): records for t, records in read_json(path).items()}
+    env, options = envs.known(config.env), envs.options_for(vars(config))
+    ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []
+    ids = spaced(ids, config.eval_games)
+    first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
+    usual, out = (TEMPERATURE, 1.0)[:2 if config.env == "house" else 1], {}
+    for temperature in (temperatures or usual) if ids else ():
+        over = play(
+            sampler_at(temperature), dict(enumerate(ids[first:last], first)), pool,
+            seed=config.seed, rows=config.rows, history=config.history, quiet=rank() > 0)
+        out[temperature] = gather([record for _, record in sorted(over)])
+    if path and rank() == 0:
+        write_file(path, json.dumps(out))
+    return out
+
+
+def write_of_run(before, after, config):
+    """eval.json: success and success_before (the same games) with n, interval and categories;
+    eval.jsonl: every episode. -> the table, as text."""
+    out, lines, reports = {"env": config.env, "temperature": TEMPERATURE}, [], {}
+    for when, end, played in (("before", "_before", before), ("after", "", after)):
+        for t, records in played.items():
+            its = report(records)
+            reports[f"{when} {NAMES[config.algo]}, T = {t:g}"] = its
+            lines += [json.dumps({"when": when, "temperature": t} | r) + "\n" for r in records]
+            if t == TEMPERATURE:
+                out |= {f"{key}{end}": its[key] for key in ("success", "interval", "score")}
+                out |= {f"success{end}_by_category": its["success_by_category"], "n": its["n"]}
+            else:
+                out[f"success{end}_at_1"] = its["success"]
+    write_file(f"{config.out}/eval.json", json.dumps(out, indent=1))
+    write_file(f"{config.out}/eval.jsonl", "".join(lines))
+    return table(reports, envs.known(config.env)) if reports else "no evaluation, --eval_games is 0"
+
+
 def group_runs(folders, finished=False):
     """{label: runs} by the folders' names without -SEED, with the parent folder before them where
     that is not the same for all. A folder without a run is named and left out."""
@@ -131,11 +171,12 @@ def group_runs(folders, finished=False):
     for folder in map(Path, folders):
         try:
             lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
-            config = json.loads((folder / "config.json").read_text())
-            result = json.loads((folder / "eval.json").read_text()) if finished else {}
+            config, result = settings_of(folder), read_json(folder / "eval.json")
             if not lines:
                 raise OSError("metrics.jsonl has no line yet")
-        except (OSError, json.JSONDecodeError) as error:
+            if finished and not result:
+                raise OSError("eval.json is missing")
+        except (OSError, ValueError) as error:
             print(f"left out: {folder} is no run, or not finished: {error}", file=sys.stderr)
             continue
         result |= read_json(folder / "cost.json")  # the first runs have none
@@ -160,7 +201,7 @@ def table_row(label, runs, columns, when=""):
     cells = [label, str(len(runs))]
     for column, key in columns.items():
         shares = [run.result.get(key.format(when)) if key else
-                  run.result[f"success{when}_by_category"].get(column) for run in runs]
+                  run.result.get(f"success{when}_by_category", {}).get(column) for run in runs]
         cells.append(mean_std([100 * x for x in shares if x is not None]))
     seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
     tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in run.lines) / 1e6
@@ -254,7 +295,7 @@ def complete(args):
     weights = weights if config.is_file() and not args.endpoint else None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    known |= json.loads(config.read_text()) if weights else {}
+    known |= typed(SHARED, read_settings(config), config) if weights else {}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
     if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's
@@ -279,8 +320,7 @@ def play_all(args, sampler, games, pool, path):
     except (ValueError, envs.GameError) as error:
         raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}") from error
     records.sort(key=lambda r: (r["repeat"], games.index(r["task"])))  # now they are in any order
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    new.unlink()
+    write_file(path, "".join(json.dumps(r) + "\n" for r in records))
     return [*{(r["repeat"], r["task"]): r for r in records}.values()]
 
 
@@ -296,9 +336,11 @@ def evaluate(args):
     out = Path(out) if out.endswith(".json") else Path(out, f"eval-{'-'.join(kinds)}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     if args.endpoint:
+        from worlds.endpoint import Endpoint
         sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new, args.rows,
                            args.max_prompt)
     else:
+        verify(weights or args.model)
         lm = load(str(weights or args.model), words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
                           max_prompt=args.max_prompt, max_context=args.max_context)
@@ -370,60 +412,6 @@ def reflect(sampler, failed, lessons, rows, seed):
             sampler.add(*asked.pop())
         for number, response in sampler.run():
             lessons[number].append(sampler.lm.text(response.ids))
-
-
-class Endpoint:
-    """An OpenAI-compatible server in the place of a Sampler: requests are under way in threads, and
-    the tokens are characters. Its client asks again where the server is busy."""
-
-    context = "window"
-    lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
-        first=list, prompts=lambda texts, before: [list(text) for text in texts]))
-
-    def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
-        import openai
-        key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
-        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=6, timeout=300)
-        self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
-        self.errors = (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError)
-        self.url, self.max_new = url, max_new
-        self.limit = 4 * max_prompt  # a token has about four letters
-        self.threads, self.open, self.steps = ThreadPoolExecutor(at_once), {}, 0
-
-    def ask(self, text):
-        chat = [{"role": "user", "content": text}]
-        try:
-            answer = self.client.chat.completions.create(messages=chat, **self.options)
-            content = answer.choices[0].message.content or ""  # None: it ran out of tokens
-            if isinstance(content, str):
-                return content
-            why = f"the answer has no text but {content!r}"
-        except self.errors as error:
-            refused = getattr(error, "status_code", None) in (401, 403)
-            why = f"{'OPENAI_API_KEY is missing or refused: ' if refused else ''}{error!r}"
-        raise ValueError(f"{self.url}: {' '.join(why.split())[:300]}")
-
-    @property
-    def busy(self):
-        return len(self.open)
-
-    def add(self, name, letters, u):
-        self.open[self.threads.submit(self.ask, "".join(letters))] = name
-
-    def run(self, steps=None):
-        """The answers that are there. It waits for one unless a game is asked (`steps`)."""
-        done, _ = wait(self.open, None if steps is None else 0, FIRST_COMPLETED)
-        self.steps += steps or 0
-        return [(self.open.pop(request), Response(list(request.result()), [], 0.0, 0.0))
-                for request in done]
-
-    def forget(self):
-        self.open = {}
-
-    def drop(self, name):
-        pass
 
 
 if __name__ == "__main__":

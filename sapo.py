@@ -112,9 +112,14 @@ def within(mask, x):
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
-def count_of(mask, x):
-    """How many entries a loss is the mean of, at least 1."""
-    return max(1, x.numel()) if mask is None else mask.bool().sum().clamp(min=1)
+def denominator(denom, mask, *tensors):
+    """What a loss divides its sum by: `denom`, else how many entries there are, at least 1.
+    ValueError where shapes differ: broadcast, they would give a wrong loss without a word."""
+    shapes = [tuple(x.shape) for x in (*tensors, mask) if x is not None]
+    if len({*shapes}) > 1:
+        raise ValueError(f"the tensors of a loss must have one shape; these have {shapes}")
+    count = max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)
+    return count if denom is None else denom
 
 
 def largest(x):
@@ -127,7 +132,7 @@ def policy_loss(logp, logp_old, adv, mask=None, *, clip, denom=None):
 
     Four tensors of one shape, (M,) or (B, T): log-probs of the taken tokens now and at the
     rollout, the turn's advantage on each of its tokens, 1 on response tokens (None: all are)."""
-    denom = count_of(mask, logp) if denom is None else denom
+    denom = denominator(denom, mask, logp, logp_old, adv)
     ratio = within(mask, logp - logp_old).exp()  # Eq. 8; padding may hold anything: masked first
     adv = within(mask, adv)
     free, clipped = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
@@ -142,7 +147,7 @@ def value_loss(p, p_old, y, *, clip, valid=None, denom=None):
 
     p, p_old (N,) are readouts now and at the rollout, y (N,) the target over R_max. The mean is
     over turns, not tokens. `saturated`: the share of readouts at +-1, where Eq. 1 is flat."""
-    denom = count_of(valid, p) if denom is None else denom
+    denom = denominator(denom, valid, p, p_old, y)
     p, p_old, y = (within(valid, x) for x in (p, p_old, y))
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
     free, clipped = (p - y) ** 2, (p_clip - y) ** 2
@@ -159,9 +164,8 @@ def k3(logp, logp_ref):
 
 
 def kl_loss(logp, logp_ref, mask=None, *, denom=None):
-    """Mean over tokens of the k3 estimator of the KL to the reference policy -> a scalar >= 0.
-    All tensors have one shape, (M,) or (B, T)."""
-    denom = count_of(mask, logp) if denom is None else denom
+    """Mean over tokens, (M,) or (B, T), of the k3 estimator of the KL to the reference, >= 0."""
+    denom = denominator(denom, mask, logp, logp_ref)
     return k3(within(mask, logp), within(mask, logp_ref)).sum() / denom
 
 
@@ -171,7 +175,7 @@ def actor_loss(logp, entropy, *, logp_old, logp_ref, adv, mask=None, clip=0.2, b
     tensors have one shape, (M,) or (B, T); logp_ref may be None where beta is 0."""
     if beta and logp_ref is None:
         raise ValueError("the KL term (beta > 0) needs logp_ref")
-    tokens = count_of(mask, logp) if tokens is None else tokens
+    tokens = denominator(tokens, mask, logp, entropy)
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
     logp_ref = logp.detach() if logp_ref is None else logp_ref  # the distance is then 0
     kl = kl_loss(logp, logp_ref, mask, denom=tokens)
@@ -232,10 +236,8 @@ def standardized(x, group, std, eps):
     of one, or of equal numbers, it is 0 up to rounding."""
     mean, size = group_mean(x, group)
     off = x - mean
-    if not std:
-        return off
     variance = group_mean(off ** 2, group)[0] * size / (size - 1).clamp(min=1)
-    return off / (variance.sqrt() + eps)
+    return off / (variance.sqrt() + eps) if std else off
 
 
 @torch.no_grad()
@@ -293,11 +295,10 @@ def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
 
 @torch.no_grad()
 def token_gae(value, mask, score, *, gamma=1.0, lam=1.0):
-    """PPO as verl-agent has it: GAE over the tokens of one response, with nothing beyond it.
-
-    value, mask (B, T) are V before each token and 1 on tokens of the response, which need not be
-    adjacent; score (B,) is the episode's return, paid at the last of them. -> (adv, target), (B, T)
-    each, 0 off the mask."""
+    """PPO as verl-agent has it: GAE over the tokens of one response, with nothing beyond it. value,
+    mask (B, T) are V before each token and 1 on tokens of the response, which need not be adjacent;
+    score (B,) is the episode's return, paid at the last. -> (adv, target), (B, T), 0 off the mask.
+    """
     mask, adv = mask.bool(), torch.zeros_like(value)
     after, carry, pay = torch.zeros_like(score), torch.zeros_like(score), score
     for t in reversed(range(value.shape[1])):

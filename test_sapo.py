@@ -52,9 +52,10 @@ from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
-from worlds import fast, machine
+from worlds import fast, machine, runs
+from worlds.endpoint import Endpoint
 from worlds.reserved import named_value_ids, readout_at_start
-from worlds.test_machine import checkpoints
+from worlds.test_runs import checkpoints
 from worlds.tiny import is_tiny
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
 from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
@@ -3065,17 +3066,17 @@ def test_curves_are_drawn_of_what_a_run_has(tmp_path, monkeypatch):
 
 
 def test_the_newest_checkpoint_of_a_run(tmp_path):
-    assert evaluation.newest_checkpoint(tmp_path) is None
+    assert runs.newest_checkpoint(tmp_path) is None
     for name in ("checkpoint-2", "checkpoint-10", "checkpoint-11.tmp", "checkpoint-x", "final"):
         (tmp_path / name).mkdir()
-    assert evaluation.newest_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
+    assert runs.newest_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
 
 
 class Knowing:
     """A sampler that asks the house's expert, but only looks around in the first wins[i] attempts
     at game i. It keeps what it is asked: (game, attempt, turn, prompt)."""
 
-    context, max_new, steps, lm = "window", 4, 0, evaluation.Endpoint.lm
+    context, max_new, steps, lm = "window", 4, 0, Endpoint.lm
 
     def __init__(self, games, wins, limit=10 ** 9):
         self.games, self.wins, self.limit = games, wins, limit
@@ -3225,7 +3226,7 @@ def answers(endpoint, *texts):
 
 def test_requests_are_under_way_together_and_nothing_waits_while_games_compute(monkeypatch):
     pytest.importorskip("openai")
-    ask = evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9, at_once=3)
+    ask = Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9, at_once=3)
     together, hold = threading.Barrier(3), threading.Event()
     monkeypatch.setattr(ask, "ask", lambda text: text * (together.wait(60) < 3))
     assert answers(ask, "a", "b", "c") == ["a", "b", "c"]
@@ -3245,7 +3246,7 @@ def test_an_endpoint_is_asked_again_when_it_is_busy(endpoint, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     says += [(429, {"Retry-After": "7"}, "slow down"), (503, {}, "busy"), (None, {}, ""),
              chat_answer("hello")]
-    ask = evaluation.Endpoint(url + "/", "gpt", 0.4, 33)
+    ask = Endpoint(url + "/", "gpt", 0.4, 33)
     assert answers(ask, "hi") == ["hello"] and len(pauses) == 3 and pauses[0] == 7.0
     path, headers, body = requests[0]
     assert path == "/v1/chat/completions"
@@ -3255,15 +3256,15 @@ def test_an_endpoint_is_asked_again_when_it_is_busy(endpoint, monkeypatch):
     assert answers(ask, "a", "b") == ["hello", "hello"]
     asked, says[:] = len(requests), [(500, {}, "broken")]
     with pytest.raises(ValueError, match="InternalServerError.*500"):
-        answers(evaluation.Endpoint(url, "gpt", 0, 9), "hi")
+        answers(Endpoint(url, "gpt", 0, 9), "hi")
     assert len(requests) == asked + 7
     with pytest.raises(ValueError, match="Connection"):
-        answers(evaluation.Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9), "hi")
+        answers(Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9), "hi")
 
 
 def test_what_an_endpoint_refuses_is_said_in_one_line(endpoint, monkeypatch):
     url, says, requests = endpoint
-    ask = evaluation.Endpoint(url, "gpt", 0, 9)
+    ask = Endpoint(url, "gpt", 0, 9)
     for status, headers, body, message in (
             (401, {}, "who?", "OPENAI_API_KEY is missing or refused.*401"),
             (403, {}, "not you", "OPENAI_API_KEY is missing or refused.*403"),
@@ -3287,7 +3288,7 @@ def test_what_an_endpoint_refuses_is_said_in_one_line(endpoint, monkeypatch):
 
 def test_an_endpoint_needs_an_address_and_a_client(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="begins with http://"):
-        evaluation.Endpoint("localhost:8000/v1", "gpt", 0, 9)
+        Endpoint("localhost:8000/v1", "gpt", 0, 9)
     monkeypatch.setitem(sys.modules, "openai", None)  # as where it is not installed
     with pytest.raises(SystemExit, match="pip install openai"):
         run_main(evaluation, monkeypatch, "--model", "gpt", "--endpoint", "http://127.0.0.1:9/v1",

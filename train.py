@@ -9,18 +9,21 @@
 stand last. Whatever is computed over a batch is global over the ranks, so that one rank and many
 compute the same. README.md says where this departs from the paper.
 """
+import contextlib
 import copy
 import dataclasses
+import glob
 import importlib.util
 import json
 import os
+import re
+import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 import envs
 import eval as evaluation
@@ -29,12 +32,14 @@ from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
-from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, barrier,
-                            begin_folder, everyone, fitted, flags_of, forecast_memory, gather,
-                            join_ranks, mean, newest_checkpoint, one_line_errors, peak_memory, rank,
-                            read_json, restore, save_checkpoint, say, signals_noted,
-                            sum_and_clip_gradients, world, write_file, write_folder)
+from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, alive,
+                            barrier, everyone, fitted, flags_of, forecast_memory, gather,
+                            join_ranks, mean, one_line_errors, peak_memory, progress, rank, say,
+                            sum_and_clip_gradients, typed, world)
 from worlds.reserved import readout_at_start
+from worlds.runs import (begin_folder, best_of, claim, iterations_in, newest_checkpoint, restore,
+                         save_checkpoint, settings_of, signals_noted, verify, write_file,
+                         write_folder)
 from worlds.tiny import is_tiny
 
 
@@ -44,8 +49,7 @@ def train(lm, pool, config, checkpoint=None):
     sampler, learner = sampler_for(lm, config), LEARNERS[config.algo](lm, config)
     ids, clock = envs.tasks(config.env, "train", **envs.options_for(vars(config))), learner.clock
     done = restore(learner, checkpoint, load)
-    bar = tqdm(range(done, config.iterations), initial=done, total=config.iterations,
-               desc=evaluation.NAMES[config.algo], disable=rank() > 0)
+    bar = progress(range(done, config.iterations), evaluation.NAMES[config.algo], done)
     clock.start()
     with signals_noted() as noted:  # so that what is left behind is a whole iteration
         for iteration in bar:
@@ -71,9 +75,10 @@ def train(lm, pool, config, checkpoint=None):
             clock.lap("update")
             metrics = {"iteration": iteration, "sampler_off": sampler_off} | clock.seconds()
             metrics |= summary(turns, targets, steps, used, pool.env.categories)
+            metrics |= held_out(lm, pool, config, iteration + 1)
             write_log(metrics, turns, config)
-            bar.set_postfix_str(f"success {metrics['success']:.0%}, V explains "
-                                f"{metrics['v_explained_variance']:.0%}")
+            bar.say(f"success {metrics['success']:.0%}, V explains "
+                    f"{metrics['v_explained_variance']:.0%}")
             if learner.failed == PATIENCE:
                 raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr")
             done = iteration + 1
@@ -274,6 +279,7 @@ def take_step(model, optimizer, mini, config, loss_of):
     norm = sum_and_clip_gradients(model.eval(), GRAD_CLIP)
     infos = gather([{k: float(x) for k, x in info.items()} for info in infos])
     out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
+    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
     finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
     if finite:
         optimizer.step()
@@ -351,23 +357,23 @@ class Config:
     checkpointing: bool = False  # recompute activations: less memory, a third more time
     moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
 
-    eval_games: Count = None  # held-out games before and after; default: all, or --tasks if small
+    eval_games: Count = None  # held-out games of an evaluation; default: all, or --tasks if small
+    eval_every: Count = 0  # iterations between evaluations while training, whose best is kept
     save_every: Size = None  # iterations between checkpoints; default: they take 1/20 of the time
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
-    wandb: bool = False  # send the metrics to wandb as well
 
 
-# What a tiny model and the shop need differently. A flag beats both.
+# What the shop and a tiny model need differently; the later beats the earlier, a flag beats both.
 PRESETS = {
+    "webshop": dict(mini_batch=64),  # its episodes are short
     "tiny": dict(dtype="float32", compile=False, iterations=40, tasks=64, max_new=16,
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
-                 tokens_per_micro_batch=4096),
-    "webshop": dict(mini_batch=64)}  # its episodes are short
+                 tokens_per_micro_batch=4096)}
 GRAD_CLIP = 1.0  # the framework's, as is AdamW's weight decay of 0.01
 ROLLOUT, SHUFFLE, TASKS = range(3)  # last word of a seed; imitate.py has 3 and 4, eval.py 5 to 7
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
-MAY_CHANGE = {"iterations", "save_every", "workers", "data", "wandb", "out", "resume", "rows",
+MAY_CHANGE = {"iterations", "save_every", "workers", "data", "out", "resume", "rows",
               "tokens_per_micro_batch", "checkpointing", "compile", "eager"}
 
 
@@ -376,24 +382,34 @@ def parse_config(argv=None):
     settings and refuses other flags but MAY_CHANGE. All of it is written to config.json."""
     given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
-    algo = "" if asked.algo == "sapo" else f"-{asked.algo}"
-    name = f"{asked.env}-{os.path.basename(asked.model.rstrip('/'))}{algo}-{asked.seed}"
-    out = os.path.normpath(asked.out or f"runs/{name}")
-    if asked.resume:
-        stored = read_json(f"{out}/config.json")
-        stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
-        if not stored and given.keys() <= {"resume", "out"}:
-            raise ValueError(f"--resume: there is no run in {out}")
+    out = os.path.normpath(asked.out or f"runs/{name_of(given)}")
+    if asked.resume and (os.path.isdir(out) or given.keys() <= {"resume", "out"}):
+        types = {f.name: f.type for f in dataclasses.fields(Config)}
+        stored = typed(types, settings_of(out), f"{out}/config.json")
         asked = Config(**stored | given)
-    preset = PRESETS["webshop"] if asked.env == "webshop" else {}
-    preset = preset | PRESETS["tiny"] if is_tiny(asked.model) else preset
-    config = with_defaults(Config(**preset | stored | given | {"out": out}))  # the later beats
+    config = with_defaults(Config(**preset_of(asked) | stored | given | {"out": out}))  # in turn
     other = [f"--{k} is {v} there" for k, v in stored.items()
              if k not in MAY_CHANGE and getattr(config, k) != v]
     if other:
         raise ValueError(f"--resume: {out} was begun otherwise ({'; '.join(other)})")
     check(config)
     return config
+
+
+def preset_of(config):
+    kinds = {"webshop": config.env == "webshop", "tiny": is_tiny(config.model)}
+    return {k: v for kind, its in PRESETS.items() if kinds[kind] for k, v in its.items()}
+
+
+def name_of(given):
+    """ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED of the flags that differ from the defaults."""
+    asked, named = Config(**given), {"env", "model", "algo", "seed"}
+    usual = vars(Config()) | preset_of(asked)
+    other = [f"{k}={v}" for k, v in sorted(given.items())
+             if v != usual[k] and k not in MAY_CHANGE | named]
+    words = [asked.env.split(":")[-1], os.path.basename(asked.model.rstrip("/")), asked.algo,
+             *other, str(asked.seed)]
+    return re.sub(r"[^\w.=-]+", "_", "-".join(word for word in words if word != Config.algo))
 
 
 def with_defaults(config):
@@ -413,14 +429,18 @@ def with_defaults(config):
 def check(c):
     """Refuses settings that do not fit each other, or the machine, before anything is loaded."""
     used = {"sapo": "lam gamma c_v c_q", "sapo-separate": "lam gamma", "gigpo": "gamma",
-            "gigpo-nostd": "gamma"}.get(c.algo, "")
-    idle = [f"--{name}" for name in ("lam", "gamma", "c_v", "c_q")
-            if name not in used.split() and getattr(c, name) != getattr(Config, name)]
-    packages = ["wandb"] * c.wandb + ["alfworld"] * (c.env == "alfworld")
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+            "gigpo-nostd": "gamma"}.get(c.algo, "").split()
+    idle = [f"--{name}" for name in ("lam", "gamma", "c_v", "c_q", *envs.OPTIONS)
+            if name not in (*used, *envs.known(c.env).flags)
+            and getattr(c, name) != getattr(Config, name)]
+    model, own = (os.path.realpath(path) + os.sep for path in (c.model, c.out))
     for wrong, why in (
-            (idle, f"{', '.join(idle)} does nothing with --algo {c.algo}"),
-            (missing, f"a package is not installed: pip install {' '.join(missing)}"),
+            (os.path.isdir(c.model) and model.startswith(own), f"--model {c.model} is or lies in "
+             "the run's own folder; give another --out"),
+            (idle, f"{', '.join(idle)} does nothing with --algo {c.algo} and --env {c.env}"),
+            (c.env == "alfworld" and not importlib.util.find_spec("alfworld"),
+             "a package is not installed: pip install alfworld"),
+            (c.eval_every and not c.eval_games, "--eval_every has no use for --eval_games 0"),
             (c.max_context and c.max_context <= c.max_new, f"--max_context {c.max_context} leaves "
              f"no room for a prompt beside a response of --max_new {c.max_new}"),
             (c.tasks % c.group, f"--tasks {c.tasks} is no multiple of --group {c.group}"),
@@ -494,10 +514,6 @@ def write_log(metrics, turns, config):
         return
     with open(f"{config.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
-    if config.wandb:
-        import wandb
-        (wandb.run or wandb.init(project="sapo", name=os.path.basename(config.out),
-                                 config=dataclasses.asdict(config))).log(metrics)
     if metrics["iteration"] % 10 == 0 or metrics["iteration"] == config.iterations - 1:
         os.makedirs(f"{config.out}/transcripts", exist_ok=True)
         write_file(f"{config.out}/transcripts/{metrics['iteration']:04d}.txt", "\n\n".join(
@@ -508,43 +524,21 @@ def write_log(metrics, turns, config):
 # -------------------------------------------------------------------------------------------- run
 
 
-def evaluate(lm, pool, config, path=None):
-    """Held-out games at the paper's temperature, in the house at 1 as well -> {temperature:
-    records}. They are kept in the file `path`, where a resumed run finds them."""
-    if path and config.resume and os.path.isfile(path):
-        return {float(t): records for t, records in read_json(path).items()}
-    env, options = envs.known(config.env), envs.options_for(vars(config))
-    ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []
-    ids = evaluation.spaced(ids, config.eval_games)
-    first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
-    out = {}
-    for temperature in (evaluation.TEMPERATURE, 1.0)[:2 if config.env == "house" else 1]:
-        over = evaluation.play(
-            sampler_for(lm, config, temperature), dict(enumerate(ids[first:last], first)), pool,
-            seed=config.seed, rows=config.rows, history=config.history, quiet=rank() > 0)
-        out[temperature] = gather([record for _, record in sorted(over)])
-    if path and rank() == 0:
-        write_file(path, json.dumps(out))
-    return out
+def evaluate(lm, pool, config, **options):
+    return evaluation.of_run(config, pool, lambda t: sampler_for(lm, config, t), **options)
 
 
-def write_evaluation(before, after, config):
-    """eval.json: success and success_before (the same games) with n, interval and categories;
-    eval.jsonl: every episode. -> the table, as text."""
-    out, lines, reports = {"env": config.env, "temperature": evaluation.TEMPERATURE}, [], {}
-    for when, end, played in (("before", "_before", before), ("after", "", after)):
-        for t, records in played.items():
-            its = evaluation.report(records)
-            reports[f"{when} {evaluation.NAMES[config.algo]}, T = {t:g}"] = its
-            lines += [json.dumps({"when": when, "temperature": t} | r) + "\n" for r in records]
-            if t == evaluation.TEMPERATURE:
-                out |= {f"{key}{end}": its[key] for key in ("success", "interval", "score")}
-                out |= {f"success{end}_by_category": its["success_by_category"], "n": its["n"]}
-            else:
-                out[f"success{end}_at_1"] = its["success"]
-    write_file(f"{config.out}/eval.json", json.dumps(out, indent=1))
-    write_file(f"{config.out}/eval.jsonl", "".join(lines))
-    return evaluation.table(reports, envs.known(config.env))
+def held_out(lm, pool, config, done):
+    """Every --eval_every iterations: success on held-out games, as an entry of metrics.jsonl. What
+    is better than all before is kept in RUN/best."""
+    if not config.eval_every or done % config.eval_every:
+        return {}
+    its = evaluate(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
+    success = evaluation.share(its[evaluation.TEMPERATURE])["success"]
+    if success > gather([best_of(config.out)])[0]:
+        write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
+        say(f"after iteration {done}: success {success:.1%} on held-out games, the best so far")
+    return {"held_out": success}
 
 
 def prepare(config):
@@ -554,8 +548,7 @@ def prepare(config):
         name = f"{ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
         if not os.path.isdir(name):
             raise ValueError(f"{name} is missing; tools/imitate.py makes such a start")
-    if (os.path.realpath(name) + os.sep).startswith(os.path.realpath(config.out) + os.sep):
-        raise ValueError(f"--model {name} is or lies in the run's own folder; give another --out")
+    verify(name)
     if not is_tiny(name):
         forecast_memory(hub_id(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
@@ -574,31 +567,38 @@ def prepare(config):
 
 def run(config):
     """Evaluation, Algorithm 1, evaluation."""
-    pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
-    try:
-        lm = prepare(config)
-        checkpoint = newest_checkpoint(config.out) if config.resume else None
-        begin_folder(config.out, dataclasses.asdict(config), checkpoint)
-        before = evaluate(lm, pool, config, f"{config.out}/before.json")
-        say("before training: " + ", ".join(f"success {evaluation.share(its)['success']:.1%} on "
-                                            f"{len(its)} held-out games at T = {t:g}"
-                                            for t, its in before.items()))
-        train(lm, pool, config, checkpoint)
-        after = evaluate(lm, pool, config) if config.iterations else before
-        peak = max(gather([peak_memory()]))
-        write_folder(f"{config.out}/final", lambda to: lm.save(to) if rank() == 0 else None)
+    began, out = time.time(), config.out
+    with contextlib.ExitStack() as held:
+        claim(out, held)
+        pool = held.enter_context(contextlib.closing(
+            envs.Pool(config.env, envs.options_for(vars(config)), config.workers)))
+        try:
+            with alive(lambda: f"loading {config.model}"):
+                lm = prepare(config)
+            checkpoint = newest_checkpoint(out) if config.resume else None
+            begin_folder(out, dataclasses.asdict(config), held, checkpoint)
+            before = evaluate(lm, pool, config, path=f"{out}/before.json")
+            say("before training: " + ", ".join(
+                f"success {evaluation.share(its)['success']:.1%} on {len(its)} held-out games at "
+                f"T = {t:g}" for t, its in before.items()) or "no evaluation, --eval_games is 0")
+            train(lm, pool, config, checkpoint)
+            after = evaluate(lm, pool, config) if config.iterations else before
+            peak = max(gather([peak_memory()]))
+            write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
+        except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
+            done = iterations_in(newest_checkpoint(out))
+            raise SystemExit("\ninterrupted; " + (
+                f"--resume --out {out} goes on after iteration {done}" if done
+                else "there is no checkpoint yet")) from None
         if rank() == 0:
-            write_file(f"{config.out}/cost.json", json.dumps({"peak_memory": peak}))
-            print(write_evaluation(before, after, config))
+            write_file(f"{out}/cost.json", json.dumps({"peak_memory": peak}))
+            print(evaluation.write_of_run(before, after, config))
             if config.iterations:
-                evaluation.plot([config.out], f"{config.out}/curves.png")
-            print(f"wrote {config.out}: {' '.join(sorted(os.listdir(config.out)))}")
+                evaluation.plot([out], f"{out}/curves.png")
+            print(f"wrote {out}: {' '.join(sorted(glob.glob('*', root_dir=out)))}\n"
+                  f"{config.iterations} iterations, {(time.time() - began) / 60:.1f} minutes\n"
+                  f"next: python eval.py --model {out}")
         barrier()  # a rank that leaves early would pull the others down
-    except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
-        raise SystemExit(f"\ninterrupted; --resume --out {config.out} goes on from the last "
-                         "checkpoint, if there is one") from None
-    finally:
-        pool.close()
 
 
 # -------------------------------------------------------------- the methods SAPO is compared with

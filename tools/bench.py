@@ -35,7 +35,7 @@ import eval as evaluation
 import train
 from model import actor_critic, hub_id, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import Rows, Sampler, Turn, rollout
-from worlds import machine
+from worlds import machine, runs
 from worlds.textworld import shortcuts
 from worlds.tiny import tiny_tokenizer
 
@@ -526,7 +526,7 @@ def iteration_main(argv):
     print(f"log-probs of sampler and trainer differ by {np.median(fresh):.2g} on average")
     if args.out:
         os.makedirs(config.out, exist_ok=True)
-        machine.write_file(f"{config.out}/bench.json", json.dumps(
+        runs.write_file(f"{config.out}/bench.json", json.dumps(
             {"model": config.model, "context": config.context, "old": config.old,
              "seconds": seconds} | machine.versions(), indent=1))
 

@@ -34,7 +34,7 @@ import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from model import hub_id, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import next_prompts, rollout
-from worlds import machine
+from worlds import machine, runs
 from worlds.tiny import is_tiny
 
 # ---------------------------------------------------------------------------- the demonstrators
@@ -335,7 +335,7 @@ def run(config, flags):
         pool.close()
         if players:
             players.shutdown(cancel_futures=True)
-    machine.write_folder(config.out, lm.save)
+    runs.write_folder(config.out, lm.save)
     print(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}")
 
 

@@ -3,30 +3,28 @@
     flags     a dataclass as command line flags, with bounds
     ranks     the processes that torchrun starts
     AdamW     for 16-bit models, its state spread over the ranks
-    files     written whole or not at all: a run's folder and its checkpoints; Ctrl-C that waits
     Clock, versions, peak_memory, forecast_memory
 """
 import argparse
 import contextlib
 import dataclasses
 import inspect
-import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -81,6 +79,28 @@ def flags_of(cls, presets, description):
     return parser
 
 
+def typed(kinds, found, where):
+    """Those of the settings `found` that have a type in `kinds`, {name: type}. ValueError: one
+    does not fit its type; `where` it stands."""
+    values = {name: found[name] for name in kinds if name in found}
+    for name, value in values.items():
+        fits = options_of(kinds[name])
+        try:
+            if value is None:
+                continue
+            if "choices" in fits:
+                right = value in fits["choices"]
+            elif kinds[name] in (bool, str):
+                right = isinstance(value, kinds[name])
+            else:
+                right = len(value) == 2 if "nargs" in fits else (kinds[name](str(value)), True)[1]
+        except (argparse.ArgumentTypeError, TypeError, ValueError):
+            right = False
+        if not right:
+            raise ValueError(f"{where}: {name} cannot be {value!r}")
+    return values
+
+
 # ------------------------------------------------------------------------------------------ ranks
 
 
@@ -128,6 +148,59 @@ def mean(values):
 def say(*words):
     if rank() == 0:
         print(*words, flush=True)
+
+
+@contextlib.contextmanager
+def alive(what, quiet=False):
+    """Within it, rank 0 says on stderr what() it does after ten seconds without a word, so that
+    long work is not taken for a hang. Yields a function that tells it of other words."""
+    over, began, last = threading.Event(), time.time(), [time.time()]
+
+    def heard():
+        last[0] = time.time()
+
+    def watch():
+        while not over.wait(0.5):
+            if time.time() - last[0] > 9:
+                print(f"{what()} ({time.time() - began:.0f} s)", file=sys.stderr, flush=True)
+                heard()
+
+    if not quiet and rank() == 0:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield heard
+    finally:
+        over.set()
+
+
+class progress:
+    """Iterates over `items` and shows how far it is: by a bar in a terminal; elsewhere by a line
+    for each item that `say` is told of, and by what `alive` says."""
+
+    def __init__(self, items, what, done=0, total=None, quiet=False):
+        self.items, self.what, self.n = items, what, done
+        self.total, self.heard = done + len(items) if total is None else total, None
+        self.quiet = quiet or rank() > 0
+        self.bar = None if self.quiet or not sys.stderr.isatty() else tqdm(
+            desc=what, initial=done, total=self.total, leave=total is None)
+
+    def __iter__(self):
+        about = f"{self.what}: {{}} of {self.total}"
+        with alive(lambda: about.format(self.n), self.quiet or self.bar) as self.heard:
+            for item in self.items:
+                yield item
+                self.n += 1
+                if self.bar is not None:
+                    self.bar.update()
+        if self.bar is not None:
+            self.bar.close()
+
+    def say(self, text):
+        self.heard()
+        if self.bar is not None:
+            self.bar.set_postfix_str(text)
+        else:
+            say(f"{self.what}, {self.n + 1} of {self.total}: {text}")
 
 
 # -------------------------------------------------------------------------------------- optimizer
@@ -231,78 +304,7 @@ def sum_and_clip_gradients(model, most):
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
 
 
-# ---------------------------------------------------------------------------------- files, signals
-
-
-def read_json(path):
-    """The JSON object in a file; {} where there is none that can be read."""
-    try:
-        with open(path) as file:
-            return json.load(file)
-    except (OSError, json.JSONDecodeError):
-        return {}
-
-
-def write_file(path, text):
-    """Writes beside and renames, so that a kill leaves the old or the new."""
-    with open(f"{path}.new", "w") as file:
-        file.write(text)
-    os.replace(f"{path}.new", path)
-
-
-def write_folder(path, fill):
-    """All ranks call it. fill(FOLDER) writes into PATH.new, which is renamed when it is whole. What
-    has the name PATH is whole at any moment; a kill between two renames leaves PATH.old."""
-    if rank() == 0:
-        for aside in (f"{path}.new", f"{path}.old"):
-            shutil.rmtree(aside, ignore_errors=True)
-        os.makedirs(f"{path}.new")
-    barrier()  # the folder is there
-    fill(f"{path}.new")
-    barrier()  # what the ranks write is there
-    if rank() == 0:
-        if os.path.isdir(path):
-            os.rename(path, f"{path}.old")
-        os.rename(f"{path}.new", path)
-        shutil.rmtree(f"{path}.old", ignore_errors=True)
-
-
-def begin_folder(out, settings, checkpoint=None):
-    """All ranks call it. Makes a run's folder, with its settings. Of a run that is resumed,
-    metrics.jsonl keeps the lines that the checkpoint knows of, and what was made at its end goes;
-    another run that is there is renamed. ValueError where ranks do not see the same folder."""
-    path, done = f"{out}/metrics.jsonl", iterations_in(checkpoint)
-    same = len(set(gather([done]))) == 1
-    if rank() == 0 and same:
-        lines, made_with = [], versions()
-        if settings["resume"]:
-            say(f"{out}: {f'goes on after {done} iterations' if done else 'begins anew'}")
-            with contextlib.suppress(OSError), open(path) as file:
-                lines = file.readlines()[:done]
-            before = read_json(f"{out}/config.json").get("git", made_with["git"])
-            commits = dict.fromkeys([*before.split(", "), made_with["git"]])
-            made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
-            if checkpoint:  # or final/ would be all that is left of a run
-                shutil.rmtree(f"{out}/final", ignore_errors=True)
-                for name in ("eval.json", "eval.jsonl"):
-                    Path(out, name).unlink(missing_ok=True)
-        elif os.path.exists(path):
-            set_aside(out)
-        os.makedirs(out, exist_ok=True)
-        write_file(f"{out}/config.json", json.dumps(settings | made_with, indent=1))
-        write_file(path, "".join(lines))
-    barrier()
-    if not same or not all(gather([os.path.exists(path)])):
-        raise ValueError(f"all machines must see the same folder {out}, and these do not")
-
-
-def set_aside(out):
-    """Renames a run's folder to OUT.1, or the next number that is free."""
-    n = 1
-    while os.path.exists(f"{out}.{n}"):
-        n += 1
-    os.rename(out, f"{out}.{n}")
-    say(f"the run that was in {out} is in {out}.{n} now")
+# ---------------------------------------------------------------------------------------- errors
 
 
 def in_one_line(error):
@@ -334,81 +336,6 @@ def one_line_errors(script, *known):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def newest_checkpoint(run):
-    """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
-    whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
-    return max(whole, key=iterations_in, default=None)
-
-
-def iterations_in(checkpoint):
-    """RUN/checkpoint-N -> N; None -> 0."""
-    return int(checkpoint.name.partition("-")[2]) if checkpoint else 0
-
-
-def save_checkpoint(learner, out, done):
-    """RUN/checkpoint-N: the model as a Hugging Face folder, and what else decides what comes next.
-    Random numbers and the order of tasks follow from the seed and the iteration."""
-    def fill(folder):
-        states = [optimizer.numbered() for optimizer in learner.optimizers.values()]
-        torch.save(states, f"{folder}/optimizer-{rank()}.pt")
-        if rank() == 0:
-            learner.lm.save(folder)
-            if hasattr(learner, "critic"):
-                torch.save(learner.critic.state_dict(), f"{folder}/critic.pt")
-            write_file(f"{folder}/progress.json", json.dumps(
-                {"steps": learner.steps, "failed": learner.failed}))
-
-    path = Path(out, f"checkpoint-{done}")
-    write_folder(path, fill)
-    if rank() == 0:
-        for older in set(path.parent.glob("checkpoint-*")) - {path}:
-            shutil.rmtree(older, ignore_errors=True)
-
-
-@torch.no_grad()
-def restore(learner, path, load):
-    """-> iterations done; the learner becomes what it was at the checkpoint `path` (None: nothing
-    is restored), on any number of ranks. load: model.load."""
-    if path:
-        saved = load(str(path), dtype=learner.lm.model.dtype, device="cpu").model
-        for mine, theirs in zip(learner.lm.model.parameters(), saved.parameters()):
-            mine.copy_(theirs)
-        if hasattr(learner, "critic"):
-            learner.critic.load_state_dict(torch.load(path / "critic.pt", map_location="cpu"))
-        for share in path.glob("optimizer-*.pt"):
-            states = torch.load(share, map_location="cpu", mmap=True)
-            for optimizer, its in zip(learner.optimizers.values(), states):
-                optimizer.take(its)
-        progress = read_json(path / "progress.json")
-        learner.steps, learner.failed = progress["steps"], progress["failed"]
-    return iterations_in(path)
-
-
-@contextlib.contextmanager
-def signals_noted():
-    """Within it, Ctrl-C and SIGTERM only fill the list that it yields, so that the iteration ends
-    and is saved. A later one raises KeyboardInterrupt; torchrun passes a Ctrl-C on within a second,
-    which is the same one."""
-    noted = []
-
-    def note(*_):
-        if noted and time.time() > noted[0] + 1:
-            raise KeyboardInterrupt
-        if not noted:
-            hurry = (", if it ends within torchrun's 30 seconds; python train.py has no such limit"
-                     if dist.is_torchelastic_launched() else "")
-            print(f"\nleaves after this iteration{hurry}; another Ctrl-C leaves at once",
-                  file=sys.stderr)
-        noted.append(time.time())
-
-    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
 
 
 # ---------------------------------------------------------------------------------- what is used

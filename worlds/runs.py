@@ -1,0 +1,313 @@
+"""The folder of a run: who may write into it, how what is in it stays whole, how a run goes on.
+
+    RUN/config.json       every setting, the commit, versions; with a checksum of its own
+    RUN/metrics.jsonl     a line an iteration
+    RUN/checkpoint-N      after N iterations: all that decides what comes next; older ones go
+    RUN/best              the weights that did best on held-out games (--eval_every)
+    RUN/final             the last weights, a Hugging Face folder
+    RUN/.lock             held by the process that writes; the system lets go of it when that dies
+
+A file or folder is written under another name and renamed, so that a kill leaves the old or the
+new. checksums.json in a folder of weights tells when one of its files has changed since. What holds
+a finished iteration is renamed or refused, and never deleted before its successor is whole.
+"""
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from worlds.machine import barrier, gather, rank, say, versions
+
+CHECKSUMS = "checksums.json"
+
+# ----------------------------------------------------------------------------- files and folders
+
+
+def read_json(path):
+    """The JSON object in a file; {} where there is no such file. ValueError: it holds none."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, where an object is expected")
+    return found
+
+
+def write_file(path, text):
+    """Writes beside and renames."""
+    with open(f"{path}.new", "w") as file:
+        file.write(text)
+    os.replace(f"{path}.new", path)
+
+
+def write_folder(path, fill):
+    """All ranks call it. fill(FOLDER) writes into PATH.new, which is sealed, and renamed when it is
+    whole. A kill between two renames leaves PATH.old."""
+    if rank() == 0:
+        for aside in (f"{path}.new", f"{path}.old"):
+            shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(f"{path}.new")
+    barrier()  # the folder is there
+    fill(f"{path}.new")
+    barrier()  # what the ranks write is there
+    if rank() == 0:
+        sums = {file.name: checksum(file) for file in Path(f"{path}.new").iterdir()}
+        write_file(f"{path}.new/{CHECKSUMS}", json.dumps(sums, indent=1))
+        if os.path.isdir(path):
+            os.rename(path, f"{path}.old")
+        os.rename(f"{path}.new", path)
+        shutil.rmtree(f"{path}.old", ignore_errors=True)
+
+
+def checksum(path):
+    total = 0
+    with open(path, "rb") as file:
+        while part := file.read(2 ** 24):
+            total = zlib.crc32(part, total)
+    return total
+
+
+def verify(folder):
+    """ValueError where a file of a folder that `write_folder` made has changed or is missing."""
+    for name, known in read_json(f"{folder}/{CHECKSUMS}").items():
+        path = Path(folder, name)
+        if not path.is_file() or checksum(path) != known:
+            raise ValueError(f"{path} is {'damaged' if path.is_file() else 'missing'}: it is not "
+                             f"what was written (if you changed it, delete {folder}/{CHECKSUMS})")
+
+
+# --------------------------------------------------------------------------------- whose folder
+
+
+@contextlib.contextmanager
+def locked(out):
+    """Within it, the folder `out` is this process's alone. ValueError where it is another's."""
+    os.makedirs(out, exist_ok=True)
+    with open(f"{out}/.lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(file.fileno()), os.stat(f"{out}/.lock"))
+        except (BlockingIOError, FileNotFoundError):  # it is held, or has just been renamed
+            mine = False
+        except OSError as error:  # a file system without locks
+            mine = True
+            say(f"cannot lock {out} ({error}): see that no other run writes to it")
+        if not mine:
+            file.seek(0)
+            raise ValueError(f"{file.read() or 'another process'} writes to {out}: wait for it, "
+                             "stop it, or give another --out")
+        file.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if os.listdir(out) == [".lock"]:  # nothing came of it
+                    shutil.rmtree(out)
+
+
+def on_first_rank(call, *args):
+    """All ranks call it. call(*args) on rank 0; what is wrong is raised on every rank."""
+    why = None
+    if rank() == 0:
+        try:
+            call(*args)
+        except (ValueError, OSError) as error:
+            why = str(error)
+    if why := gather([why])[0]:
+        raise ValueError(why)
+
+
+def claim(out, held):
+    """All ranks call it. Puts rank 0's hold on a run's folder into `held`, an ExitStack."""
+    on_first_rank(lambda: held.enter_context(locked(out)))
+
+
+def read_settings(path):
+    """A run's config.json. ValueError where it is damaged."""
+    config = read_json(path)
+    known = config.pop("checksum", None)
+    if known not in (None, zlib.crc32(json.dumps(config).encode())):
+        raise ValueError(f"{path} is damaged: it is not what was written (if you changed it, "
+                         "delete its checksum)")
+    return config
+
+
+def settings_of(run):
+    """The settings of a run. ValueError where config.json is missing, damaged or not a run's."""
+    path = f"{run}/config.json"
+    config = read_settings(path)
+    if not {"env", "model", "seed"} <= config.keys():
+        raise ValueError(f"there is no run in {run}: {path} "
+                         f"{'is not of train.py' if config else 'is missing'}")
+    return config
+
+
+def begin_folder(out, settings, held, checkpoint=None):
+    """All ranks call it. Makes a run's folder, with its settings. Of a run that is resumed,
+    metrics.jsonl keeps the lines that the checkpoint knows of, and what was made at its end goes.
+    Another run that is there is renamed, as is one that was killed before its first checkpoint.
+    ValueError: what is there must not be touched."""
+    barrier()  # rank 0 has claimed it
+    if not all(gather([os.path.exists(f"{out}/.lock")])):
+        raise ValueError(f"all machines must see the same folder {out}, and these do not")
+    on_first_rank(write_start, out, settings, held, checkpoint)
+
+
+def write_start(out, settings, held, checkpoint):
+    lines, made_with, path = [], versions(), Path(out, "metrics.jsonl")
+    if settings["resume"] and checkpoint:
+        lines = log_until(path, checkpoint)
+        say(f"{out}: goes on after {len(lines)} iterations")
+        before = settings_of(out).get("git", made_with["git"])
+        commits = dict.fromkeys([*before.split(", "), made_with["git"]])
+        made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
+        shutil.rmtree(f"{out}/final", ignore_errors=True)
+        for name in ("eval.json", "eval.jsonl"):
+            Path(out, name).unlink(missing_ok=True)
+    elif set(os.listdir(out)) - {".lock"}:
+        try:
+            settings_of(out)
+        except ValueError as error:
+            raise ValueError(f"{error}; give another --out") from None
+        done = path.read_bytes().count(b"\n") if path.exists() else 0
+        if settings["resume"] and done > (settings["save_every"] or 1):
+            raise ValueError(f"{path} has {done} iterations, and their checkpoint in {out} is "
+                             "gone. Without --resume a run begins anew, and this one is kept "
+                             "under another name")
+        set_aside(out)
+        held.enter_context(locked(out))
+    config = settings | made_with
+    config["checksum"] = zlib.crc32(json.dumps(config).encode())
+    write_file(f"{out}/config.json", json.dumps(config, indent=1))
+    write_file(path, "".join(lines))
+
+
+def log_until(path, checkpoint):
+    """The lines of metrics.jsonl that a checkpoint knows of. ValueError where they, or anything in
+    the checkpoint, are not what was written."""
+    verify(checkpoint)
+    log = path.read_bytes() if path.exists() else b""
+    lines = log.splitlines(keepends=True)[:iterations_in(checkpoint)]
+    known = read_json(checkpoint / "progress.json").get("beside", {})
+    for name, total in beside(path.parent, b"".join(lines)).items():
+        if known.get(name, total) != total:
+            raise ValueError(f"{path.parent / name} is damaged: it is not what was written")
+    return [line.decode() for line in lines]
+
+
+def beside(out, log):
+    """Checksums of what a run that goes on uses beside its checkpoint."""
+    before = Path(out, "before.json")
+    return {"metrics.jsonl": zlib.crc32(log)} | (
+        {before.name: checksum(before)} if before.is_file() else {})
+
+
+def best_of(out):
+    """The largest success on held-out games in metrics.jsonl, -1 where there is none."""
+    with open(f"{out}/metrics.jsonl") as file:
+        return max((json.loads(line).get("held_out", -1) for line in file), default=-1)
+
+
+def set_aside(out):
+    """Renames a run's folder to OUT.1, or the next number that is free."""
+    n = 1
+    while os.path.exists(f"{out}.{n}"):
+        n += 1
+    os.rename(out, f"{out}.{n}")
+    say(f"the run that was in {out} is in {out}.{n} now")
+
+
+# --------------------------------------------------------------------------------- checkpoints
+
+
+def newest_checkpoint(run):
+    """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
+    whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
+    return max(whole, key=iterations_in, default=None)
+
+
+def iterations_in(checkpoint):
+    """RUN/checkpoint-N -> N; None -> 0."""
+    return int(checkpoint.name.partition("-")[2]) if checkpoint else 0
+
+
+def save_checkpoint(learner, out, done):
+    """RUN/checkpoint-N: the model as a Hugging Face folder, and what else decides what comes next.
+    Random numbers and the order of tasks follow from the seed and the iteration."""
+    def fill(folder):
+        states = [optimizer.numbered() for optimizer in learner.optimizers.values()]
+        torch.save(states, f"{folder}/optimizer-{rank()}.pt")
+        if rank() == 0:
+            learner.lm.save(folder)
+            if hasattr(learner, "critic"):
+                torch.save(learner.critic.state_dict(), f"{folder}/critic.pt")
+            log = Path(out, "metrics.jsonl")
+            write_file(f"{folder}/progress.json", json.dumps(
+                {"steps": learner.steps, "failed": learner.failed,
+                 "beside": beside(out, log.read_bytes() if log.is_file() else b"")}))
+
+    path = Path(out, f"checkpoint-{done}")
+    write_folder(path, fill)
+    if rank() == 0:
+        for older in set(path.parent.glob("checkpoint-*")) - {path}:
+            shutil.rmtree(older, ignore_errors=True)
+
+
+@torch.no_grad()
+def restore(learner, path, load):
+    """-> iterations done; the learner becomes what it was at the checkpoint `path` (None: nothing
+    is restored), on any number of ranks. load: model.load."""
+    if path:
+        saved = load(str(path), dtype=learner.lm.model.dtype, device="cpu").model
+        for mine, theirs in zip(learner.lm.model.parameters(), saved.parameters()):
+            mine.copy_(theirs)
+        if hasattr(learner, "critic"):
+            learner.critic.load_state_dict(torch.load(path / "critic.pt", map_location="cpu"))
+        for share in path.glob("optimizer-*.pt"):
+            states = torch.load(share, map_location="cpu", mmap=True)
+            for optimizer, its in zip(learner.optimizers.values(), states):
+                optimizer.take(its)
+        progress = read_json(path / "progress.json")
+        learner.steps, learner.failed = progress["steps"], progress["failed"]
+    return iterations_in(path)
+
+
+@contextlib.contextmanager
+def signals_noted():
+    """Within it, Ctrl-C and SIGTERM only fill the list that it yields, so that the iteration ends
+    and is saved. A later one raises KeyboardInterrupt; torchrun passes a Ctrl-C on within a second,
+    which is the same one."""
+    noted = []
+
+    def note(*_):
+        if noted and time.time() > noted[0] + 1:
+            raise KeyboardInterrupt
+        if not noted:
+            hurry = (", if it ends within torchrun's 30 seconds; python train.py has no such limit"
+                     if dist.is_torchelastic_launched() else "")
+            print(f"\nleaves after this iteration{hurry}; another Ctrl-C leaves at once",
+                  file=sys.stderr)
+        noted.append(time.time())
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
