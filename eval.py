@@ -226,37 +226,18 @@ def paper_table(folders):
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-PANELS = {"success": "success of the rollouts", "v_explained_variance": "explained variance of V",
-          "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
-
-
 def plot(folders, path):
-    """Curves in a colour for each group: its seeds thin, and thick their mean over five iterations
-    (of the KL the median, because of its outliers). What is 0 in all lines of a run, as V of a
-    baseline, is not drawn."""
-    from matplotlib.figure import Figure
-    groups, fig = group_runs(folders), Figure((4 * len(PANELS), 3.2), layout="constrained")
-    axes, faint = fig.subplots(1, len(PANELS)), 0.4 if len(groups) < 4 else 0.1
-    for ax, (key, title) in zip(axes, PANELS.items()):
-        ax.set(title=title, xlabel="iteration")
-        ax.grid(True, alpha=0.3)
-        for n, (label, runs) in enumerate(groups.items()):
-            curves = [[line[key] for line in run.lines] for run in runs]
-            curves = [curve for curve in curves if any(curve) or key == "success"]
-            for curve in curves:
-                ax.plot(range(1, len(curve) + 1), curve, f"C{n}", linewidth=0.8, alpha=faint)
-            if curves:
-                middle = (np.median if key == "kl" else np.mean)([*zip(*curves)], 1)
-                smooth = [middle[max(0, i - 2):i + 3].mean() for i in range(len(middle))]
-                ax.plot(range(1, len(smooth) + 1), smooth, f"C{n}", linewidth=2.4,
-                        label=f"{label}, n = {len(curves)}")
-    places = {f"{runs[0].config['model']} on {runs[0].config['env']}" for runs in groups.values()}
-    fig.suptitle(", ".join(sorted(places)))
-    axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
-    axes[0].legend(fontsize=8)
-    axes[-1].set_yscale("symlog", linthresh=0.01)
-    axes[-1].set_ylim(bottom=0)
-    fig.savefig(path, dpi=110)
+    """Curves of training, in a colour for each group of runs."""
+    from worlds.curves import draw
+    groups = group_runs(folders)
+    draw(groups, ", ".join(sorted({setting(its[0].config) for its in groups.values()})), path)
+
+
+def setting(config):
+    """The model, the environment and its size."""
+    size = [f"{k} {config[k]}" for k in envs.known(config["env"]).flags
+            if k not in ("data", "goals") and config.get(k)]
+    return f"{Path(config['model']).name} on {config['env']} ({', '.join(size)})"
 
 
 SHARED = {"env": str, "data": str, "goals": str, "context": Literal["window", "full"],

@@ -13,6 +13,7 @@ sequences, T tokens, M response tokens, N turns, V vocabulary, D width.
 `# SAPO:` marks what the paper adds.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
+import contextlib
 import copy
 import functools
 import json
@@ -29,7 +30,6 @@ from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenize
                           PreTrainedTokenizerFast)
 
 # ------------------------------------------------------------------ readouts (copy these alone)
-
 
 def value_readout(logits, value_ids, *, tau):
     """Eq. 1. Logits (..., V) and the ids (w+, w-) -> p in [-1, 1], (...). V and Q are R_max p."""
@@ -255,8 +255,12 @@ class Chat:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        talk = self.written(self.USER, self.RESPONSE, self.USER) if tokenizer.chat_template else ""
-        if talk.count(self.RESPONSE) != 1 or talk.count(self.USER) != 2 or not tokenizer.is_fast:
+        try:
+            talk = tokenizer.chat_template and self.written(self.USER, self.RESPONSE, self.USER)
+        except Exception as error:  # of a template's own, or of jinja
+            raise ValueError(f"the chat template fails: {error}") from None
+        told = talk and (talk.count(self.USER), talk.count(self.RESPONSE)) == (2, 1)
+        if not told or not tokenizer.is_fast:
             raise ValueError("no fast tokenizer with a chat template that keeps what the assistant "
                              "says (chat_template.jinja has it): choose an instruct model")
         # what stands around a text: to run the template for every turn would take too long
@@ -311,35 +315,30 @@ class Critic(torch.nn.Module):
 
 # --------------------------------------------------------------------------------------- loading
 
-OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",
-          "Mistral": "mistralai"}
-
-
-def hub_id(name):
-    """Qwen2.5-1.5B-Instruct -> Qwen/Qwen2.5-1.5B-Instruct; a folder or full id stays as it is."""
-    owners = [owner for family, owner in OWNERS.items() if name.startswith(family)]
-    return name if "/" in name or Path(name).is_dir() or not owners else f"{owners[0]}/{name}"
+def pretrained(name, dtype):
+    """-> model, tokenizer of a folder or hub id. For some architectures, Qwen2 among them,
+    AutoTokenizer replaces a folder's own tokenizer, and the tiny model's words would be lost."""
+    with contextlib.suppress(ImportError):  # where this file was copied without worlds/
+        from worlds.hub import found
+        name = found(name)
+    try:
+        own = json_in(name, "tokenizer_config.json").get("tokenizer_class")
+        complete = own in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+        tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(name)
+    except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
+        why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
+        raise ValueError(f"cannot load the model {name}: {why}") from None
+    if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
+        raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
+    return model, tokenizer
 
 
 def json_in(folder, name):
     """The JSON object in a file of a folder; {} where there is no such file."""
     path = Path(folder, name)
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def pretrained(name, dtype):
-    """-> model, tokenizer of a folder or hub id. For some architectures, Qwen2 among them,
-    AutoTokenizer replaces a folder's own tokenizer, and the tiny model's words would be lost."""
-    own = json_in(name, "tokenizer_config.json").get("tokenizer_class")
-    complete = own in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    try:
-        path, tokenizer = hub_id(name), PreTrainedTokenizerFast if complete else AutoTokenizer
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        return model, tokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"cannot load model {name!r}: neither tiny, nor the folder of a causal "
-                         f"language model, nor a hub id that can be reached ({why})") from None
 
 
 def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32,
@@ -364,6 +363,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
     text uses. ValueError where the model cannot be served."""
     chat, rows = Chat(tokenizer), len(model.get_output_embeddings().weight)
+    if max(tokenizer.get_vocab().values()) >= rows:
+        raise ValueError(f"the tokenizer has more words than the model has rows, {rows}")
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens:
         from worlds.reserved import named_value_ids
@@ -403,6 +404,8 @@ def check_head(lm):
     """Refuses a model that changes its logits after the head, which score() applies itself."""
     ids = torch.tensor([lm.chat.first("hello")[:32]], device=lm.device)
     theirs, ours = lm.model(input_ids=ids).logits.float(), lm.head(lm.body(ids)).float()
+    if not theirs.isfinite().all():
+        raise ValueError("the model's logits are not finite: its weights are damaged")
     if not torch.allclose(theirs, ours, atol=1e-2, rtol=1e-2):
         raise ValueError(f"{type(lm.model).__name__} does something to its logits after the head "
                          "(softcapping or scaling); such models are not supported")
@@ -411,8 +414,6 @@ def check_head(lm):
 def main():
     import envs  # only for the tiny model's words
     from worlds.machine import Parser, one_line_errors
-    from worlds.reserved import readout_at_start
-
     parser = Parser(description="Reads V and Q of one turn.")
     parser.add_argument("--model", default="tiny", help="tiny, a folder, a hub id or a bare name")
     with one_line_errors("model.py"), torch.no_grad():
@@ -421,9 +422,8 @@ def main():
         response = lm.tokenizer("go to fridge 1").input_ids + [lm.stop_ids[0]]
         sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
         logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
-        print(f"w+, w- = {lm.value_ids}: logits {readout_at_start(lm, [prompt])[0]:.3f} apart\n"
-              f"one turn of {len(logp)} tokens, log-prob {logp.sum():.2f}: "
-              f"V = {lm.r_max * p_v.item():.3f} before, Q = {lm.r_max * p_q.item():.3f} after it")
+        print(f"w+, w- = {lm.value_ids}; a turn of {len(logp)} tokens of log-prob {logp.sum():.2f}:"
+              f" V = {lm.r_max * p_v.item():.3f} before, Q = {lm.r_max * p_q.item():.3f} after it")
 
 
 if __name__ == "__main__":

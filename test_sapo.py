@@ -45,7 +45,7 @@ import rollout as rollout_module
 import sapo
 import train
 from envs import Episode, Pool, make_env, parse_action, tasks, type_of
-from model import (Critic, actor_critic, entropy, hub_id, load, make_batch,
+from model import (Critic, actor_critic, entropy, load, make_batch,
                    reserve_value_ids, restricted_log_softmax,
                    value_readout)
 from rollout import Sampler, choose, rollout
@@ -54,6 +54,7 @@ from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_l
 from train import make_samples
 from worlds import fast, machine, runs
 from worlds.endpoint import Endpoint
+from worlds.hub import hub_id
 from worlds.reserved import named_value_ids, readout_at_start
 from worlds.test_runs import checkpoints
 from worlds.tiny import is_tiny
@@ -2894,6 +2895,61 @@ def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     # With settings beside it, --resume of nothing begins: a job's script may always pass it.
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--out", tmp_path / "new", "--resume")
     assert (tmp_path / "new" / "final").is_dir()
+
+
+MY_ENV = '''
+import envs
+
+
+class Corridor(envs.Env):
+    """Find the door: a corridor of rooms, where going right is always right."""
+
+    horizon = 6
+    held_out = "test", 8
+    flags = "horizon", "places"  # taken from --horizon and --places
+
+    def __init__(self, horizon=horizon, places=3):
+        self.horizon, self.places = horizon, places
+
+    def tasks(self, split):
+        return [f"{split}-{n}" for n in range(100 if split == "train" else 8)]
+
+    def reset(self, task):
+        self.at, self.turn = 0, 0
+        return "You are in room 0.", self.info()
+
+    def info(self):
+        won = self.at == self.places
+        return {"admissible": ["go left", "go right"], "task": "find the door.",
+                "category": "corridor", "won": won, "score": float(won)}
+
+    def step(self, action):
+        self.turn += 1
+        self.at = max(0, self.at + {"go left": -1, "go right": 1}.get(action, 0))
+        info = self.info()
+        reward, late = envs.REWARD * info["won"], self.turn == self.horizon
+        return f"You are in room {self.at}.", reward, info["won"], late and not info["won"], info
+'''
+
+
+def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_here(tmp_path,
+                                                                                  monkeypatch):
+    """It lies in the working directory, and is played here and in processes of its own."""
+    (tmp_path / "mine.py").write_text(MY_ENV)
+    monkeypatch.chdir(tmp_path)
+    for workers in (0, 1):
+        its = tmp_path / f"runs/Corridor-tiny-eval_games=4-places=2-tasks=4-{workers}"
+        run_main(train, monkeypatch, "--env", "mine:Corridor", "--tasks", 4, "--iterations", 1,
+                 "--eval_games", 4, "--places", 2, "--seed", workers, "--workers", workers)
+        line, = read_lines(its / "metrics.jsonl")
+        assert line["episodes"] == 4 and line["turns"] >= 8
+        assert {e["category"] for e in read_lines(its / "eval.jsonl")} == {"corridor"}
+    run_main(evaluation, monkeypatch, "--model", its)
+    assert (its / "eval-test.json").is_file()
+    for name, why in (("mine:Door", "has no attribute 'Door'"), ("yours:Corridor", "No module"),
+                      ("json:JSONDecoder", "inherits envs.Env"), ("corridor", "MODULE:CLASS")):
+        with pytest.raises(SystemExit, match=why):
+            run_main(train, monkeypatch, "--env", name)
 
 
 def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch):

@@ -27,11 +27,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 import envs
 import eval as evaluation
-from model import Batch, Critic, Scores, hub_id, load, make_batch, micro_batches
+from model import Batch, Critic, Scores, load, make_batch, micro_batches
 from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
+from worlds.hub import found
 from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, alive,
                             barrier, everyone, fitted, flags_of, forecast_memory, gather,
                             join_ranks, mean, one_line_errors, peak_memory, progress, rank, say,
@@ -546,18 +547,17 @@ def prepare(config):
     name, gpu = config.model, torch.cuda.is_available()
     if name == "tiny":  # tools/imitate.py made these two
         name = f"{ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
-        if not os.path.isdir(name):
-            raise ValueError(f"{name} is missing; tools/imitate.py makes such a start")
     verify(name)
     if not is_tiny(name):
-        forecast_memory(hub_id(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
+        forecast_memory(found(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max, device=device)
     env = envs.make_env(config.env, **envs.options_for(vars(config)))
     games = env.tasks("train")
-    say(f"{config.model}: {sum(p.numel() for p in lm.model.parameters()) / 1e6:.1f} M parameters "
-        f"on {lm.device}, {world()} rank(s); {config.env}: {len(games)} training games")
+    size = sum(p.numel() for p in lm.model.parameters()) / 1e6
+    say(f"{config.model}: {size:.1f} M parameters on {lm.device}, {world()} rank(s); "
+        f"{config.env}: {len(games)} training games")
     prompts = [env.episode(*env.reset(game)).window_prompt() for game in games[:4]]
     mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
     say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "

@@ -33,9 +33,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import envs
 import eval as evaluation
 import train
-from model import actor_critic, hub_id, load, make_batch, micro_batches, restricted_log_softmax
+from model import actor_critic, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import Rows, Sampler, Turn, rollout
 from worlds import machine, runs
+from worlds.hub import found
 from worlds.textworld import shortcuts
 from worlds.tiny import tiny_tokenizer
 
@@ -54,7 +55,7 @@ def architecture(name):
     size = re.fullmatch(r"(?:Qwen/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     if os.path.isdir(name) or not size or size[1] not in QWEN25:
         try:
-            return AutoConfig.from_pretrained(hub_id(name))
+            return AutoConfig.from_pretrained(found(name))
         except (OSError, ValueError, KeyError) as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"cannot load the architecture of {name!r} ({why})") from None

@@ -417,13 +417,16 @@ def forecast_memory(arch, config, critic=False):
         arch = transformers.AutoConfig.from_pretrained(arch) if isinstance(arch, str) else arch
     except (OSError, ValueError, KeyError):
         return  # model.load meets the same, and explains it
-    needed, has = memory_needed(arch, config, critic), float("inf")
-    total = sum(needed.values())
+    needed, gpu = memory_needed(arch, config, critic), torch.cuda.is_available()
+    total, has = sum(needed.values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     say(f"memory, computed, beside keys and values: {total / 1e9:.1f} GB ("
         + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items() if n) + ")")
-    if torch.cuda.is_available():
+    if gpu:
         has = torch.cuda.get_device_properties(0).total_memory
     if total > has:
-        raise ValueError(f"this run needs {total / 1e9:.0f} GB and the GPU has {has / 1e9:.0f}: "
-                         "lower --tokens_per_micro_batch, add --checkpointing or --moments "
-                         "bfloat16, or use more ranks")
+        short = (f"this run needs {total / 1e9:.0f} GB and the {'GPU' if gpu else 'machine'} has "
+                 f"{has / 1e9:.0f}: lower --tokens_per_micro_batch, add --checkpointing or "
+                 "--moments bfloat16, or use more ranks")
+        if gpu:
+            raise ValueError(short)
+        say(f"warning: {short}")

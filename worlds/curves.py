@@ -1,0 +1,61 @@
+"""The curves of training runs. It is not needed to understand SAPO."""
+import numpy as np
+from matplotlib.figure import Figure
+
+PANELS = {"success": "success", "v_explained_variance": "explained variance of V",
+          "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #888888".split()  # Okabe and Ito
+DASHES = "-", "--", "-.", ":"
+CAPTION = ("thin: one seed, thick: mean of the seeds over five iterations (KL: median); "
+           "lines: rollouts, sampled at T = 1, dots: held-out games at T = 0.4")
+
+
+def draw(groups, title, path):
+    """groups: {label: runs with lines of metrics.jsonl and result, what eval.json holds} -> a
+    picture at `path`. A colour for each group. What is 0 in all lines of a run, as V of a baseline,
+    is not drawn. The KL has rare steps that are a thousand times larger: they leave its panel."""
+    fig = Figure((4 * len(PANELS), 3.7 + 0.2 * (len(groups) // 6)), layout="constrained")
+    axes, faint = fig.subplots(1, len(PANELS)), 0.5 if len(groups) < 4 else 0.25
+    for ax, (key, panel) in zip(axes, PANELS.items()):
+        ax.set(title=panel, xlabel="iteration")
+        ax.grid(True, alpha=0.3)
+        for n, (label, runs) in enumerate(groups.items()):
+            color, dashes = COLORS[n % len(COLORS)], DASHES[n // len(COLORS) % len(DASHES)]
+            curves = [[line[key] for line in run.lines] for run in runs]
+            curves = [curve for curve in curves if any(curve) or key == "success"]
+            for curve in curves:
+                ax.plot(range(1, len(curve) + 1), curve, color=color, linewidth=0.7, alpha=faint)
+            if curves:
+                smooth = smoothed(curves, np.median if key == "kl" else np.mean)
+                ax.plot(range(1, len(smooth) + 1), smooth, dashes, color=color, linewidth=2.4,
+                        label=f"{label}, n = {len(curves)}")
+            if key == "success" and (points := held_out_points(runs)):
+                ax.scatter(*zip(*points), color=color, edgecolor="black", zorder=3)
+    fig.suptitle(f"{title}\n{CAPTION}", fontsize=10)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8,
+               ncols=min(6, len(groups)))
+    axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
+    thick = [max(line.get_ydata()) for line in axes[-1].lines if line.get_linewidth() > 1]
+    axes[-1].set_yscale("symlog", linthresh=0.01)
+    axes[-1].set_yticks([0, 0.01, 0.1, 1, 10, 100, 1000])
+    axes[-1].yaxis.set_major_formatter("{x:g}")
+    axes[-1].set_ylim(0, 10 * max(thick, default=1))
+    fig.savefig(path, dpi=110)
+
+
+def smoothed(curves, average):
+    """The average of curves over five iterations, as long as the shortest of them."""
+    middle = average([*zip(*curves)], 1)
+    return [average(middle[max(0, i - 2):i + 3]) for i in range(len(middle))]
+
+
+def held_out_points(runs):
+    """(iteration, mean success on held-out games) before, after, and where it was looked at."""
+    found = {}
+    for run in runs:
+        looks = {line["iteration"] + 1: line.get("held_out") for line in run.lines}
+        looks[0], last = run.result.get("success_before"), len(run.lines)
+        looks[last] = run.result.get("success", looks.get(last))
+        for iteration, success in looks.items():
+            found.setdefault(iteration, []).extend([success] * (success is not None))
+    return sorted((n, np.mean(its)) for n, its in found.items() if len(its) == len(runs))
