@@ -329,7 +329,7 @@ def pretrained(name, dtype):
         tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(name)
     except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
-        raise ValueError(f"cannot load the model {name}: {why}") from None
+        raise ValueError(f"cannot load model {name}: {why}") from None
     if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
         raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
     return model, tokenizer

@@ -53,7 +53,7 @@ def held_out_points(runs):
     """(iteration, mean success on held-out games) before, after, and where it was looked at."""
     found = {}
     for run in runs:
-        looks = {line["iteration"] + 1: line.get("held_out") for line in run.lines}
+        looks = {n: line.get("held_out") for n, line in enumerate(run.lines, 1)}
         looks[0], last = run.result.get("success_before"), len(run.lines)
         looks[last] = run.result.get("success", looks.get(last))
         for iteration, success in looks.items():

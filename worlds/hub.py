@@ -29,14 +29,14 @@ def found(name):
         config = read_json(f"{name}/config.json") if Path(name).is_dir() else {}
         weights = [path for path in (Path(name, "final"), Path(name, "best")) if path.is_dir()]
         if "model_type" not in config:
-            raise ValueError(f"--model {name} is no model's folder: " + (
-                f"a run's weights are in {weights[0]}" if weights else
+            raise ValueError(f"cannot load model {name}: " + (
+                f"it is a run; its weights are in {weights[0]}" if weights else
                 f"{name}/config.json has no model_type" if config else "it has no config.json"))
     elif not hub_answers():
         constants.HF_HUB_OFFLINE = True
         if not isinstance(try_to_load_from_cache(where, "config.json"), str):
             raise ValueError(
-                f"--model {name} is no folder here, {where} is not in the cache, and "
+                f"cannot load model {name}: it is no folder here, {where} is not in the cache, and "
                 f"{constants.ENDPOINT} does not answer. Download it elsewhere (hf download {where})"
                 " and give its folder, or set HF_ENDPOINT to a mirror and unset HF_HUB_OFFLINE")
     return where
