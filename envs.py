@@ -236,9 +236,11 @@ class House(Seeker, Env):
     held_out, categories = ("test", 192), CATEGORIES
 
     def __init__(self, places=5, objects=4, horizon=horizon):
-        for name, value, least in zip(self.flags, (places, objects, horizon), (5, 2, 1)):
-            if value < least:
-                raise ValueError(f"house: {name} must be at least {least}, got {value}")
+        for name, value, least, most in (("places", places, 5, 200), ("objects", objects, 2, 500),
+                                         ("horizon", horizon, 1, 10 ** 9)):
+            if not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most}"
+                raise ValueError(f"house: {name} must be {bound}, got {value}")
         self.size, self.horizon = (places, objects), horizon
 
     def tasks(self, split):

@@ -9,6 +9,10 @@
 Runs whose folders differ only in a trailing -SEED form a group. Departure from the paper: a game is
 played once (or --repeats times); the paper's 128 draws with replacement hit about 84 games.
 """
+import signal
+if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import json
 import os
@@ -24,7 +28,7 @@ import torch
 import envs
 from model import load
 from rollout import Sampler, next_prompts, trajectories, uniforms
-from worlds.machine import (Count, Parser, Size, Weight, gather, one_line_errors, options_of,
+from worlds.machine import (Count, Parser, Size, gather, number, one_line_errors, options_of,
                             progress, rank, typed, world)
 from worlds.runs import (newest_checkpoint, read_json, read_settings, settings_of, verify,
                          write_file)
@@ -253,7 +257,8 @@ def make_parser():
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=Size, default=1, help="how often every game is played")
-    add("--temperature", type=Weight, default=TEMPERATURE, help="0 is greedy")
+    add("--temperature", type=number(float, 0, 100, "between 0 and 100"), default=TEMPERATURE,
+        help="0, and what is below 0.001, is greedy")
     add("--seed", type=Count, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or here")
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
@@ -281,6 +286,12 @@ def complete(args):
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
     if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's
         args.context, known["max_prompt"] = "window", 8192
+    idle = [f"--{k}" for k in envs.OPTIONS if getattr(args, k) is not None
+            and k not in envs.known(args.env or known["env"]).flags]
+    if idle:
+        raise ValueError(f"{', '.join(idle)} does nothing with --env {args.env or known['env']}")
+    if args.temperature < 0.001:  # nothing else is left of the distribution
+        args.temperature = 0.0
     vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
     args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)

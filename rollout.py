@@ -513,9 +513,9 @@ def rollout(sampler, tasks, pool, **options):
     for _, played, episode in trajectories(sampler, tasks, pool, **options):
         if not played:
             raise ValueError(
-                f"the first prompt of {episode.info['task']!r} is longer than {sampler.limit} "
-                "tokens: lower --max_new, raise --max_prompt or --max_context, or take a model "
-                "with a longer context")
+                f"the first prompt of {episode.info['task']!r} is longer than the "
+                f"{max(0, sampler.limit)} tokens there are: lower --max_new, raise --max_prompt or "
+                "--max_context, or take a model with a longer context")
         turns += played
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 

@@ -9,6 +9,10 @@
 stand last. Whatever is computed over a batch is global over the ranks, so that one rank and many
 compute the same. README.md says where this departs from the paper.
 """
+import signal
+if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import copy
 import dataclasses
@@ -16,7 +20,6 @@ import glob
 import importlib.util
 import json
 import os
-import re
 import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -38,8 +41,8 @@ from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, We
                             join_ranks, mean, one_line_errors, peak_memory, progress, rank, say,
                             sum_and_clip_gradients, typed, world)
 from worlds.reserved import readout_at_start
-from worlds.runs import (begin_folder, best_of, claim, iterations_in, newest_checkpoint, restore,
-                         save_checkpoint, settings_of, signals_noted, verify, write_file,
+from worlds.runs import (begin_folder, best_of, claim, iterations_in, name_of, newest_checkpoint,
+                         restore, save_checkpoint, settings_of, signals_noted, verify, write_file,
                          write_folder)
 from worlds.tiny import is_tiny
 
@@ -383,7 +386,8 @@ def parse_config(argv=None):
     settings and refuses other flags but MAY_CHANGE. All of it is written to config.json."""
     given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
-    out = os.path.normpath(asked.out or f"runs/{name_of(given)}")
+    name = name_of(given, vars(Config()) | preset_of(asked), MAY_CHANGE)
+    out = os.path.normpath(asked.out or f"runs/{name}")
     if asked.resume and (os.path.isdir(out) or given.keys() <= {"resume", "out"}):
         types = {f.name: f.type for f in dataclasses.fields(Config)}
         stored = typed(types, settings_of(out), f"{out}/config.json")
@@ -400,17 +404,6 @@ def parse_config(argv=None):
 def preset_of(config):
     kinds = {"webshop": config.env == "webshop", "tiny": is_tiny(config.model)}
     return {k: v for kind, its in PRESETS.items() if kinds[kind] for k, v in its.items()}
-
-
-def name_of(given):
-    """ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED of the flags that differ from the defaults."""
-    asked, named = Config(**given), {"env", "model", "algo", "seed"}
-    usual = vars(Config()) | preset_of(asked)
-    other = [f"{k}={v}" for k, v in sorted(given.items())
-             if v != usual[k] and k not in MAY_CHANGE | named]
-    words = [asked.env.split(":")[-1], os.path.basename(asked.model.rstrip("/")), asked.algo,
-             *other, str(asked.seed)]
-    return re.sub(r"[^\w.=-]+", "_", "-".join(word for word in words if word != Config.algo))
 
 
 def with_defaults(config):

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import re
 import resource
@@ -42,7 +43,7 @@ def number(kind, low, high=float("inf"), words=None):
     return parse
 
 
-Count, Size = number(int, 0), number(int, 1)
+Count, Size = number(int, 0), number(int, 1, 10 ** 6, "from 1 to 1,000,000")
 Share = number(float, 0, 1, "between 0 and 1")
 Weight = number(float, 0, 1e30, "a number, and not negative")
 Positive = number(float, 1e-30, 1e30, "a positive number")
@@ -323,14 +324,20 @@ def one_line_errors(script, *known):
     with a traceback. known: errors beside the usual ones."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.default_int_handler)
     try:
         yield
     except Exception as error:
         if os.environ.get("DEBUG") or not isinstance(error, (
                 torch.OutOfMemoryError, ValueError, OSError, ImportError, *known)):
             raise
-        sys.exit(f"{script}: {in_one_line(error)}")
+        line = f"{script}: {in_one_line(error)}"
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last words quote it
+            with open(report, "w") as file:
+                about = {"py_callstack": line, "timestamp": str(int(time.time()))}
+                json.dump({"message": {"message": line, "extraInfo": about}}, file)
+        sys.exit(line)
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
     finally:

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -61,7 +62,14 @@ def write_folder(path, fill):
             shutil.rmtree(aside, ignore_errors=True)
         os.makedirs(f"{path}.new")
     barrier()  # the folder is there
-    fill(f"{path}.new")
+    try:
+        fill(f"{path}.new")
+    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+        free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+        if free > 2 ** 26:
+            raise
+        raise OSError(f"cannot write {path}, the disk is full ({free / 1e6:.0f} MB are left); what "
+                      "was written before is whole") from error
     barrier()  # what the ranks write is there
     if rank() == 0:
         sums = {file.name: checksum(file) for file in Path(f"{path}.new").iterdir()}
@@ -90,6 +98,17 @@ def verify(folder):
 
 
 # --------------------------------------------------------------------------------- whose folder
+
+
+def name_of(given, usual, unnamed):
+    """ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED of the flags given, where they are not the `usual`
+    ones: different runs have different folders. `unnamed`: flags that may change within a run."""
+    first = ("env", "model", "algo", "seed")
+    env, model, algo, seed = (str(given.get(name, usual[name])) for name in first)
+    words = [env.split(":")[-1], os.path.basename(model.rstrip("/")), *[algo] * (algo != "sapo")]
+    words += [f"{k}={v}" for k, v in sorted(given.items())
+              if v != usual[k] and k not in (*unnamed, *first)]
+    return re.sub(r"[^\w.=-]+", "_", "-".join([*words, seed]))
 
 
 @contextlib.contextmanager
