@@ -28,10 +28,10 @@ import torch
 import envs
 from model import load
 from rollout import Sampler, next_prompts, trajectories, uniforms
-from worlds.machine import (Count, Parser, Size, gather, number, one_line_errors, options_of,
-                            progress, rank, typed, world)
-from worlds.runs import (newest_checkpoint, read_json, read_settings, settings_of, verify,
-                         write_file)
+from worlds.machine import (Count, Parser, Size, Temperature, gather, join_ranks,
+                            one_line_errors, options_of, progress, rank, typed, world)
+from worlds.runs import (newest_checkpoint, read_json, read_log, read_settings, settings_of,
+                         verify, write_file)
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's temperature here
 EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
@@ -174,7 +174,7 @@ def group_runs(folders, finished=False):
     groups, parent = {}, os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
     for folder in map(Path, folders):
         try:
-            lines = [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+            lines = read_log(folder / "metrics.jsonl")
             config, result = settings_of(folder), read_json(folder / "eval.json")
             if not lines:
                 raise OSError("metrics.jsonl has no line yet")
@@ -257,8 +257,8 @@ def make_parser():
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=Size, default=1, help="how often every game is played")
-    add("--temperature", type=number(float, 0, 100, "between 0 and 100"), default=TEMPERATURE,
-        help="0, and what is below 0.001, is greedy")
+    add("--temperature", type=Temperature, default=TEMPERATURE, help="0 is greedy, as is what is "
+        "below 0.001")
     add("--seed", type=Count, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or here")
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
@@ -282,6 +282,8 @@ def complete(args):
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
     known |= typed(SHARED, read_settings(config), config) if weights else {}
+    if weights and "env" not in read_settings(config):
+        raise ValueError(f"{config} is no run's: it names no environment")
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
     if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's
@@ -299,20 +301,31 @@ def complete(args):
 
 
 def play_all(args, sampler, games, pool, path):
-    """Plays the games --repeats times -> the last attempts' records. Each is written to PATH.new as
-    soon as it is known, so that an hour of an endpoint's answers survives a failure."""
-    records, new = [], Path(f"{path}.new")
+    """Plays the games --repeats times, split over the ranks -> the last attempts' records. Each is
+    written to PATH.new as soon as it is known, so that an hour of an endpoint's answers survives a
+    failure."""
+    records, new = [], Path(f"{path}.new" + f"-{rank()}" * (rank() > 0))
+    if new.is_file() and new.stat().st_size:
+        new.replace(f"{new}.before")  # of a start that failed
+    mine = {n: games[n] for n in range(rank(), len(games), world())}
     try:
         with open(new, "w") as file:
             for n in range(args.repeats):
-                for _, r in play(sampler, dict(enumerate(games)), pool, style=args.prompt,
-                                     seed=args.seed + n, rows=args.rows, history=args.history):
+                for _, r in play(sampler, mine, pool, style=args.prompt, seed=args.seed + n,
+                                 rows=args.rows, history=args.history):
                     records.append({"repeat": n} | r)
                     print(json.dumps(records[-1]), file=file, flush=True)
     except (ValueError, envs.GameError) as error:
         raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}") from error
-    records.sort(key=lambda r: (r["repeat"], games.index(r["task"])))  # now they are in any order
-    write_file(path, "".join(json.dumps(r) + "\n" for r in records))
+    except KeyboardInterrupt:
+        raise SystemExit(f"\ninterrupted; {len(records)} episodes that had ended are in {new}"
+                         ) from None
+    order = {game: n for n, game in enumerate(games)}  # for they are in any order
+    records = sorted(gather(records), key=lambda r: (r["repeat"], order[r["task"]]))
+    if rank() == 0:
+        write_file(f"{path}.all", "".join(json.dumps(r) + "\n" for r in records))
+        os.replace(f"{path}.all", path)
+    new.unlink()
     return [*{(r["repeat"], r["task"]): r for r in records}.values()]
 
 
@@ -336,9 +349,11 @@ def evaluate(args):
         lm = load(str(weights or args.model), words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
                           max_prompt=args.max_prompt, max_context=args.max_context)
-    workers = envs.default_workers(args.env) if args.workers is None else args.workers
+    workers = envs.default_workers(args.env, world()) if args.workers is None else args.workers
     with contextlib.closing(envs.Pool(args.env, options, workers)) as pool:
         records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))
+    if rank() > 0:
+        return
     about = "model prompt env goals split temperature repeats".split()
     result = report(records) | {name: getattr(args, name) for name in about}
     write_file(out, json.dumps(result, indent=1))
@@ -352,11 +367,14 @@ def evaluate(args):
 def main():
     with one_line_errors("eval.py", envs.GameError):
         args = make_parser().parse_args()
+        join_ranks()
         if args.table:
             print(paper_table(args.table))
         elif args.plot:
-            plot(args.plot, args.out or "curves.png")
-            print(f"wrote {args.out or 'curves.png'}")
+            out = Path(args.out or "curves.png")
+            out = out / "curves.png" if out.is_dir() else out
+            plot(args.plot, out)
+            print(f"wrote {out}")
         else:
             evaluate(args)
 

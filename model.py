@@ -316,14 +316,14 @@ class Critic(torch.nn.Module):
 # --------------------------------------------------------------------------------------- loading
 
 def pretrained(name, dtype):
-    """-> model, tokenizer of a folder or hub id. For some architectures, Qwen2 among them,
+    """-> model, tokenizer, sapo.json of a folder or hub id. For some architectures, as Qwen2,
     AutoTokenizer replaces a folder's own tokenizer, and the tiny model's words would be lost."""
     with contextlib.suppress(ImportError):  # where this file was copied without worlds/
         from worlds.hub import found
         name = found(name)
     try:
-        own = json_in(name, "tokenizer_config.json").get("tokenizer_class")
-        complete = own in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        own, ours = json_in(name, "tokenizer_config.json"), dict(json_in(name, "sapo.json"))
+        complete = own.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
         tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(name)
@@ -332,7 +332,7 @@ def pretrained(name, dtype):
         raise ValueError(f"cannot load model {name}: {why}") from None
     if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
         raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
-    return model, tokenizer
+    return model, tokenizer, ours
 
 
 def json_in(folder, name):
@@ -348,13 +348,12 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
     r_max default to those the folder was trained with, else 1 and 10. ValueError: what is wrong."""
     if name == "tiny":
         from worlds.tiny import tiny
-        model, tokenizer = tiny(*words, seed=seed)
+        (model, tokenizer), ours = tiny(*words, seed=seed), {}
     else:
-        model, tokenizer = pretrained(name, dtype)
+        model, tokenizer, ours = pretrained(name, dtype)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     for p in model.parameters():  # buffers stay: RoPE's frequencies must not be rounded
         p.data = p.data.to(dtype)
-    ours = json_in(name, "sapo.json")
     return actor_critic(model, tokenizer, value_tokens, ours.get("value_ids"),
                         tau_v or ours.get("tau_v", 1.0), r_max or ours.get("r_max", 10.0))
 
@@ -407,8 +406,8 @@ def check_head(lm):
     if not theirs.isfinite().all():
         raise ValueError("the model's logits are not finite: its weights are damaged")
     if not torch.allclose(theirs, ours, atol=1e-2, rtol=1e-2):
-        raise ValueError(f"{type(lm.model).__name__} does something to its logits after the head "
-                         "(softcapping or scaling); such models are not supported")
+        raise ValueError(f"{type(lm.model).__name__} is not supported: it is not causal, or does "
+                         "something to its logits after the head (softcapping or scaling)")
 
 
 def main():

@@ -2603,6 +2603,23 @@ def test_every_game_comes_once_before_any_comes_twice(tmp_path):
     assert all(sorted(drawn[i:i + 12]) == ids for i in range(0, 60, 12))
 
 
+@pytest.mark.parametrize("loss, shapes", [
+    (sapo.policy_loss, [(3,), (4, 3), (4, 3)]), (sapo.policy_loss, [(3, 3), (3, 3), (3,)]),
+    (sapo.policy_loss, [(4,), (4,), (4,), (1,)]), (sapo.value_loss, [(3, 1), (3,), (3,)]),
+    (sapo.value_loss, [(3,), (3,), (1,)]), (sapo.value_loss, [(3,), (3,), (3,), (3, 3)])])
+def test_a_loss_refuses_what_would_be_broadcast(loss, shapes):
+    *tensors, last = map(torch.zeros, shapes)
+    name = "mask" if loss is sapo.policy_loss else "valid"
+    three = [*tensors, last] if len(shapes) == 3 else tensors
+    with pytest.raises(ValueError, match="one shape"):
+        loss(*three, clip=0.2, **{name: last} if len(shapes) == 4 else {})
+    with pytest.raises(ValueError, match="one shape"):
+        sapo.kl_loss(torch.zeros(3), torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="one shape"):  # an entropy of another shape
+        sapo.actor_loss(torch.zeros(3), torch.zeros(1), logp_old=torch.zeros(3), beta=0.0,
+                        logp_ref=None, adv=torch.zeros(3))
+
+
 KEYS = """iteration episodes success success_by_category turns tokens_encoded tokens_sampled
 valid_actions loss loss_policy loss_v loss_q kl entropy clip_fraction ratio_max
 v_explained_variance q_explained_variance v_saturated grad_norm time_rollout time_env time_old
@@ -2984,7 +3001,18 @@ def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypat
     (["--max_new", "20000"], ["longer context"]),
     (["--value_tokens", "a b c", "d"], ["no token"]),
     (["--value_tokens", "77", "99999"], ["99999", "rows"]),
-    (["--algo", "grpo", "--c_v", "0.3"], ["--c_v", "grpo"])], ids=lambda x: " ".join(x))
+    (["--algo", "grpo", "--c_v", "0.3"], ["--c_v", "grpo"]),
+    (["--data", "games"], ["--data does nothing with", "--env house"]),
+    (["--goals", "human"], ["--goals does nothing with", "--env house"]),
+    (["--env", "webshop", "--places", "3"], ["--places does nothing with", "--env webshop"]),
+    (["--tasks", "100000000000"], ["--tasks", "at most 10000000"]),
+    (["--places", "1000000"], ["places must be at most 200"]),
+    (["--objects", "5000"], ["objects must be at most 500"]),
+    (["--lr", "1e31"], ["--lr", "positive"]),
+    (["--eval_every", "1", "--eval_games", "0"], ["--eval_every has no use"]),
+    (["--model", "/etc"], ["cannot load model /etc", "no config.json"]),
+    (["--model", f"{HERE}/results/house-tiny-0"], ["cannot load model", "has no model_type"]),
+    ], ids=lambda x: " ".join(x))
 def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, argv, complaints):
     with pytest.raises(SystemExit) as stop:
         run_main(train, monkeypatch, "--out", tmp_path / "run", *argv)
@@ -2999,10 +3027,63 @@ def test_unknown_flags_and_splits_are_refused(tmp_path, monkeypatch, capsys):
     for argv, complaint in ((["--model", "tiny", "--split", "dev"], "known: train, test"),
                             ([], "--model is missing"), (["--plot", tmp_path], "none of these"),
                             (["--model", tmp_path], "cannot load"),
-                            (["--model", "tiny", "--env", "kitchen"], "known: house")):
+                            (["--model", "tiny", "--env", "kitchen"], "known: house"),
+                            (["--model", "tiny", "--data", "x"], "--data does nothing"),
+                            (["--model", "tiny", "--temperature", "nan"], "--temperature"),
+                            (["--model", "tiny", "--temperature", "inf"], "--temperature")):
         with pytest.raises(SystemExit) as stop:
             run_main(evaluation, monkeypatch, *argv)
         assert complaint in str(stop.value)
+
+
+def test_a_run_of_several_ranks_evaluates_what_one_does(tmp_path):
+    """torchrun eval.py splits its games; what is written is the same to the byte."""
+    flags = ["--model", TINY_HOUSE, "--limit", "6", "--horizon", "4", "--temperature", "1"]
+    for name, start in (("one", []), ("two", TWO_RANKS)):
+        subprocess.run([sys.executable, *start, "eval.py", *flags, "--out",
+                        f"{tmp_path}/{name}.json"], cwd=HERE, check=True, capture_output=True,
+                       env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for kind in ("json", "jsonl"):
+        assert (tmp_path / f"one.{kind}").read_bytes() == (tmp_path / f"two.{kind}").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_temperature_that_is_nearly_zero_is_greedy(tmp_path, monkeypatch):
+    said = []
+    for temperature in ("0", "1e-45"):
+        run_main(evaluation, monkeypatch, "--model", TINY_HOUSE, "--limit", 2, "--horizon", 3,
+                 "--temperature", temperature, "--out", tmp_path / "x.json")
+        said.append((tmp_path / "x.jsonl").read_text())
+    assert said[0] == said[1]
+
+
+def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
+    """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
+    those after iteration 2. What is trained does not notice. Elsewhere than in a terminal an
+    iteration is a line."""
+    success, held_out, run = [0.25, 0.5, 0.5, 0.25], train.held_out, tmp_path / "run"
+
+    def look(lm, pool, config, done):
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluation, "share", lambda records: {"success": success[done - 1]})
+            return held_out(lm, pool, config, done)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "held_out", look)
+        run_main(train, monkeypatch, *SMALL, "--eval_every", 1, "--out", run)
+    said = capsys.readouterr().out
+    lines = read_lines(run / "metrics.jsonl")
+    assert [line.pop("held_out") for line in lines] == success
+    assert said.count("the best so far") == 2 and said.count("SAPO, ") >= 4
+    assert "minutes" in said and f"python eval.py --model {run}" in said
+    run_main(train, monkeypatch, *SMALL, "--out", tmp_path / "plain")
+    weights, plain_lines, result = outcome(tmp_path / "plain")
+    assert weights == (run / "final" / "model.safetensors").read_bytes()
+    assert result == json.loads((run / "eval.json").read_text())
+    assert [{k: line[k] for k in plain_lines[0]} for line in lines] == plain_lines
+    best = load(str(run / "best")).model.state_dict()
+    final = load(str(run / "final")).model.state_dict()
+    assert not all(x.equal(best[name]) for name, x in final.items())
 
 
 def test_intervals_and_tables():

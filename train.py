@@ -36,8 +36,8 @@ from sapo import (actor_loss, discounted_returns, empg_advantages, episode_retur
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 from worlds.hub import found
-from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, alive,
-                            barrier, everyone, fitted, flags_of, forecast_memory, gather,
+from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, Workers,
+                            alive, barrier, everyone, fitted, flags_of, forecast_memory, gather,
                             join_ranks, mean, one_line_errors, peak_memory, progress, rank, say,
                             sum_and_clip_gradients, typed, world)
 from worlds.reserved import readout_at_start
@@ -335,7 +335,7 @@ class Config:
     max_new: Size = 512  # tokens a response may take
     max_prompt: Size = None  # tokens a window prompt may take; default the environment's
     max_context: Size = None  # tokens a conversation may take; default the model's limit
-    workers: Count = None  # processes that play; default none for house, else one per core (to 16)
+    workers: Workers = None  # processes that play; default 0 for house, else one per core, to 16
 
     gamma: Share = 0.95  # discount per turn
     lam: Share = 0.95  # lambda of GAE over turns, Eq. 5
@@ -473,6 +473,7 @@ def summary(turns, targets, steps, used, categories):
     v_mean, q_mean, return_mean           of old values and returns, over turns
     tokens_encoded, tokens_sampled        in the rollout
     sampler_off                           mean |log-prob of the sampler - of the scoring pass|
+    held_out                              with --eval_every, success on held-out games at T = 0.4
     time_*                                seconds on rank 0: rollout (env: its games), old and ref
                                           (line 3), update; a separate critic's values and critic;
                                           save: the checkpoint before this iteration
@@ -535,7 +536,7 @@ def held_out(lm, pool, config, done):
     return {"held_out": success}
 
 
-def prepare(config):
+def prepare(config, pool):
     """-> the model a run starts from, after a look at its size and its readouts."""
     name, gpu = config.model, torch.cuda.is_available()
     if name == "tiny":  # tools/imitate.py made these two
@@ -546,12 +547,16 @@ def prepare(config):
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max, device=device)
-    env = envs.make_env(config.env, **envs.options_for(vars(config)))
-    games = env.tasks("train")
+    games = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     size = sum(p.numel() for p in lm.model.parameters()) / 1e6
     say(f"{config.model}: {size:.1f} M parameters on {lm.device}, {world()} rank(s); "
         f"{config.env}: {len(games)} training games")
-    prompts = [env.episode(*env.reset(game)).window_prompt() for game in games[:4]]
+    for key, game in enumerate(games[:4]):
+        pool.start(key, game)
+    begun = pool.gather(range(len(games[:4])))
+    prompts = [pool.env.episode(*its).window_prompt() for its in begun]
+    for key in range(len(begun)):
+        pool.drop(key)
     mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
     say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
         f"difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
@@ -567,7 +572,7 @@ def run(config):
             envs.Pool(config.env, envs.options_for(vars(config)), config.workers)))
         try:
             with alive(lambda: f"loading {config.model}"):
-                lm = prepare(config)
+                lm = prepare(config, pool)
             checkpoint = newest_checkpoint(out) if config.resume else None
             begin_folder(out, dataclasses.asdict(config), held, checkpoint)
             before = evaluate(lm, pool, config, path=f"{out}/before.json")

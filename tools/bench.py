@@ -253,7 +253,7 @@ class Parser(machine.Parser):
 SAMPLING = {
     "model": (str, "tiny", "as for train.py"),
     "rows": (machine.Size, 16, "prompts or games side by side"),
-    "new": (machine.number(int, 9), 64, "longest response in tokens"),
+    "new": (machine.number(int, 9, 10 ** 7), 64, "longest response in tokens"),
     "dtype": (Literal["float32", "bfloat16"],
               "bfloat16" if torch.cuda.is_available() else "float32", "of the weights"),
     "compile": (bool, False, "torch.compile for kv")}
@@ -277,7 +277,7 @@ def loaded(args, random_weights=False):
 def sampler_main(argv):
     args = Parser("sampler", "Both engines on the same random prompts.", SAMPLING | {
         "random_weights": (bool, False, "build the architecture of --model without its weights"),
-        "prompt": (machine.number(int, 2), 200, "mean length of the prompts in tokens"),
+        "prompt": (machine.number(int, 2, 10 ** 7), 200, "mean length of the prompts in tokens"),
         "mean": (machine.Count, None, "a random word in so many ends a response; 0: none does; "
                                     "default a third of --new"),
         "repeats": (machine.Size, 3, "rounds")}).parse_args(argv)
@@ -401,7 +401,7 @@ def host_main(argv):
 PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
 TRAJECTORIES = {
     "turns": (machine.Size, 50, "turns of a trajectory"),
-    "prompt": (machine.number(int, 2), 500, "mean length of a prompt in tokens"),
+    "prompt": (machine.number(int, 2, 10 ** 7), 500, "mean length of a prompt in tokens"),
     "response": (machine.Size, 100, "mean length of a response in tokens"),
     "repeats": (machine.Size, 3, "rounds")}
 
@@ -781,7 +781,8 @@ def main():
         print(__doc__)
     with machine.one_line_errors("bench.py", envs.GameError):
         if name in COMMANDS:
-            COMMANDS[name](argv)
+            with machine.alive(lambda: f"bench.py {name} measures"):
+                COMMANDS[name](argv)
         elif name not in ("-h", "--help"):
             raise ValueError(f"unknown measurement {name!r}; known: {', '.join(COMMANDS)}")
 

@@ -19,7 +19,6 @@ class Endpoint:
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
         self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=6, timeout=300)
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
-        self.errors = (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError)
         self.url, self.max_new = url, max_new
         self.limit = 4 * max_prompt  # a token has about four letters
         self.threads, self.open, self.steps = ThreadPoolExecutor(at_once), {}, 0
@@ -28,11 +27,11 @@ class Endpoint:
         chat = [{"role": "user", "content": text}]
         try:
             answer = self.client.chat.completions.create(messages=chat, **self.options)
-            content = answer.choices[0].message.content or ""  # None: it ran out of tokens
-            if isinstance(content, str):
-                return content
+            content = answer.choices[0].message.content
+            if content is None or isinstance(content, str):
+                return content or ""  # None: it ran out of tokens
             why = f"the answer has no text but {content!r}"
-        except self.errors as error:
+        except Exception as error:  # the client's own, or an answer of another shape
             refused = getattr(error, "status_code", None) in (401, 403)
             why = f"{'OPENAI_API_KEY is missing or refused: ' if refused else ''}{error!r}"
         raise ValueError(f"{self.url}: {' '.join(why.split())[:300]}")

@@ -32,6 +32,8 @@ def found(name):
             raise ValueError(f"cannot load model {name}: " + (
                 f"it is a run; its weights are in {weights[0]}" if weights else
                 f"{name}/config.json has no model_type" if config else "it has no config.json"))
+    elif name.startswith(("/", ".", "~")):
+        raise ValueError(f"cannot load model {name}: there is no such folder")
     elif not hub_answers():
         constants.HF_HUB_OFFLINE = True
         if not isinstance(try_to_load_from_cache(where, "config.json"), str):

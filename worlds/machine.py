@@ -32,18 +32,21 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # ------------------------------------------------------------------------------------------ flags
 
 
-def number(kind, low, high=float("inf"), words=None):
+def number(kind, low, high, words=None):
     """The type of a flag: a number within bounds. argparse reports what lies outside."""
     def parse(text):
         x = kind(text)
-        if not low <= x <= high:
-            raise argparse.ArgumentTypeError(f"must be {words or f'at least {low}'}, got {x}")
+        if not low <= x <= high:  # and where it is NaN
+            bound = f"at most {high}" if x > high else f"at least {low}"
+            raise argparse.ArgumentTypeError(f"must be {words or bound}, got {x}")
         return x
     parse.__name__ = kind.__name__  # argparse shows it
     return parse
 
 
-Count, Size = number(int, 0), number(int, 1, 10 ** 6, "from 1 to 1,000,000")
+Count, Size = number(int, 0, 10 ** 18), number(int, 1, 10 ** 7)
+Workers = number(int, 0, 1024)
+Temperature = number(float, 0, 100, "between 0 and 100")
 Share = number(float, 0, 1, "between 0 and 1")
 Weight = number(float, 0, 1e30, "a number, and not negative")
 Positive = number(float, 1e-30, 1e30, "a positive number")

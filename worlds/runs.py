@@ -165,6 +165,22 @@ def read_settings(path):
     return config
 
 
+def read_log(path):
+    """The lines of a metrics.jsonl as dicts, without one that was being written. ValueError: one is
+    damaged."""
+    lines = []
+    for n, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
+        try:
+            lines.append(json.loads(line))
+            if not isinstance(lines[-1]["success"], (int, float)):
+                raise ValueError
+        except (ValueError, TypeError, KeyError):
+            if line.endswith(b"\n"):
+                raise ValueError(f"{path} is damaged in line {n}") from None
+            return lines
+    return lines
+
+
 def settings_of(run):
     """The settings of a run. ValueError where config.json is missing, damaged or not a run's."""
     path = f"{run}/config.json"
@@ -255,7 +271,8 @@ def set_aside(out):
 
 def newest_checkpoint(run):
     """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
-    whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
+    whole = [path for path in Path(run).glob("checkpoint-*")
+             if path.name[11:].isdigit() and path.is_dir()]
     return max(whole, key=iterations_in, default=None)
 
 
@@ -280,6 +297,10 @@ def save_checkpoint(learner, out, done):
                  "beside": beside(out, log.read_bytes() if log.is_file() else b"")}))
 
     path = Path(out, f"checkpoint-{done}")
+    if not all(p.isfinite().all() for p in learner.lm.model.parameters()):
+        last = newest_checkpoint(out)
+        raise ValueError(f"the weights are not finite after iteration {done}: lower --lr; "
+                         f"{last or 'no checkpoint'} is the last good one")
     write_folder(path, fill)
     if rank() == 0:
         for older in set(path.parent.glob("checkpoint-*")) - {path}:
