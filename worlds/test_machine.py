@@ -1,4 +1,8 @@
 """Tests of worlds/machine.py."""
+import json
+import time
+from typing import Literal
+
 import pytest
 import torch
 
@@ -70,3 +74,43 @@ def test_checkpoints_take_a_twentieth_of_the_time(monkeypatch):
             clock.saved()
     assert saved == [0, *range(31, 100, 31)]
     assert clock.seconds()["time_total"] in (0, 15)
+
+
+def test_torchruns_last_words_quote_the_error(tmp_path, monkeypatch):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    with pytest.raises(SystemExit, match="train.py: no such thing"):
+        with machine.one_line_errors("train.py"):
+            raise ValueError("no such thing")
+    assert json.loads(report.read_text())["message"]["message"] == "train.py: no such thing"
+
+
+def test_settings_of_another_type_are_refused_by_name():
+    kinds = {"lr": machine.Positive, "seed": machine.Count, "env": str, "resume": bool,
+             "context": Literal["window", "full"], "value_tokens": tuple}
+    good = {"lr": 0.1, "seed": 3, "env": "house", "resume": False, "context": "full",
+            "value_tokens": ["a", "b"], "unknown": 1}
+    assert machine.typed(kinds, good | {"seed": None}, "x") == {
+        k: v for k, v in (good | {"seed": None}).items() if k in kinds}
+    for name, value in (("lr", "fast"), ("lr", -1), ("seed", 1.5), ("env", 3), ("resume", "no"),
+                        ("context", "half"), ("value_tokens", ["a"]), ("value_tokens", 3)):
+        with pytest.raises(ValueError, match=f"config.json: {name} cannot be"):
+            machine.typed(kinds, good | {name: value}, "config.json")
+
+
+def test_long_work_says_that_it_goes_on(monkeypatch, capsys):
+    """Ten seconds after the last word, and not before."""
+    now, said, clock = [100.0], "", time.monotonic
+    monkeypatch.setattr(machine.time, "time", lambda: now[0])
+    with machine.alive(lambda: "games: 3 of 9") as heard:
+        now[0] += 8
+        heard()
+        now[0] += 8
+        time.sleep(1.2)  # it looks twice a second
+        assert not capsys.readouterr().err
+        now[0] += 2
+        until = clock() + 30
+        while "games" not in said and clock() < until:
+            time.sleep(0.05)
+            said += capsys.readouterr().err
+    assert said == "games: 3 of 9 (18 s)\n"

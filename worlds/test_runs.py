@@ -54,7 +54,8 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path, mon
     out = tmp_path / "run"
 
     def save(done):
-        lm = types.SimpleNamespace(save=lambda folder: write_both(folder, str(done)))
+        lm = types.SimpleNamespace(model=torch.nn.Linear(1, 1),
+                                   save=lambda folder: write_both(folder, str(done)))
         p = torch.nn.Parameter(torch.ones(1))
         optimizer = machine.AdamW([p], lr=0.1)
         steps_of(optimizer, p, [torch.ones(1)] * done)
@@ -147,7 +148,8 @@ def begun(out, done=2):
     begin(out, resume=False)
     (out / "before.json").write_text('{"0.4": []}')
     (out / "metrics.jsonl").write_text("".join(f'{{"iteration": {n}}}\n' for n in range(done)))
-    lm = types.SimpleNamespace(save=lambda folder: write_both(folder, "weights"))
+    lm = types.SimpleNamespace(model=torch.nn.Linear(1, 1),
+                               save=lambda folder: write_both(folder, "weights"))
     runs.save_checkpoint(types.SimpleNamespace(lm=lm, optimizers={}, steps=9, failed=0), out, done)
     return runs.newest_checkpoint(out)
 
@@ -241,6 +243,49 @@ def test_a_folder_has_one_writer_and_a_dead_one_leaves_it_open(tmp_path):
     other.kill()
     other.wait()
     begin(out, resume=False)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    out = tmp_path / "run"
+    checkpoint = begun(out)
+    model = torch.nn.Linear(2, 2)
+    model.weight.data[0, 0] = float("inf")
+    lm = types.SimpleNamespace(model=model, save=None)
+    with pytest.raises(ValueError, match=f"iteration 3: lower --lr; {checkpoint} is the last good"):
+        runs.save_checkpoint(types.SimpleNamespace(lm=lm), out, 3)
+    assert runs.newest_checkpoint(out) == checkpoint
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """torch says something else of it: "unexpected pos"."""
+    def fill(folder):
+        raise RuntimeError("unexpected pos 160384 vs 160276")
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        runs.write_folder(f"{tmp_path}/final", fill)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=4096))
+    with pytest.raises(OSError, match="final, the disk is full"):
+        runs.write_folder(f"{tmp_path}/final", fill)
+
+
+def test_a_log_is_read_without_the_line_that_was_being_written(tmp_path):
+    path, good = tmp_path / "metrics.jsonl", b'{"success": 0.5}\n'
+    path.write_bytes(good * 2 + good[:7])
+    assert runs.read_log(path) == [{"success": 0.5}] * 2
+    for bad in (b"{\n", b"[1]\n", b'{"success": "many"}\n', b"\xff\n"):
+        path.write_bytes(good + bad + good)
+        with pytest.raises(ValueError, match="metrics.jsonl is damaged in line 2"):
+            runs.read_log(path)
+
+
+def test_a_runs_folder_is_named_by_what_is_unusual():
+    usual = {"env": "house", "model": "tiny", "algo": "sapo", "seed": 0, "lr": 1e-3, "out": None,
+             "iterations": 40, "context": "window"}
+    for given, name in (({}, "house-tiny-0"), ({"context": "full"}, "house-tiny-context=full-0"),
+                        ({"seed": 3, "lr": 1e-3, "iterations": 2}, "house-tiny-3"),
+                        ({"model": "a/b c/", "algo": "ppo", "lr": 0.5}, "house-b_c-ppo-lr=0.5-0"),
+                        ({"env": "mine:Room"}, "Room-tiny-0")):
+        assert runs.name_of(given, usual, {"iterations", "out"}) == name
 
 
 def test_a_claim_that_came_to_nothing_leaves_no_folder(tmp_path):
