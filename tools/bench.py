@@ -36,6 +36,7 @@ import train
 from model import actor_critic, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import Rows, Sampler, Turn, rollout
 from worlds import machine, runs
+from worlds.curves import COLORS
 from worlds.hub import found
 from worlds.textworld import shortcuts
 from worlds.tiny import tiny_tokenizer
@@ -399,6 +400,9 @@ def host_main(argv):
 
 # The phases of an iteration, and how many forward passes each is worth.
 PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
+MEANING = {"rollout": "rollout: play the tasks", "old": "old: log-probs before the update",
+           "ref": "ref: log-probs of the start", "values": "values: of the critic, old ones",
+           "update": "update: of the policy", "critic": "critic: its update"}
 TRAJECTORIES = {
     "turns": (machine.Size, 50, "turns of a trajectory"),
     "prompt": (machine.number(int, 2, 10 ** 7), 500, "mean length of a prompt in tokens"),
@@ -659,22 +663,26 @@ def plot_phases(reports, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 3.6),
+    fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 4.2),
                              layout="constrained", squeeze=False)
     for ax, report in zip(axes[0], reports):
         seconds, names = report["seconds"], [evaluation.NAMES[algo] for algo in report["seconds"]]
         bottom = np.zeros(len(seconds))
-        for phase in PHASES:
+        for phase, color in zip(PHASES, COLORS):
             heights = np.array([times.get(phase, 0.0) for times in seconds.values()])
             if heights.any():
-                ax.bar(names, heights, bottom=bottom, width=0.6, label=phase)
+                ax.bar(names, heights, bottom=bottom, width=0.6, color=color,
+                       label=MEANING[phase])
                 bottom += heights
         for n, height in enumerate(bottom):
             ax.text(n, height, f"{height:.1f}", ha="center", va="bottom")
         ax.set(title=f"{report['model']}, {report['context']}, old values by {report['old']}",
                ylabel="seconds an iteration")
         ax.margins(y=0.12)
-    axes[0][0].legend(fontsize=8, loc="lower center")
+    labels = {}
+    for ax in axes[0]:
+        labels |= dict(zip(*ax.get_legend_handles_labels()[::-1]))
+    fig.legend(labels.values(), labels, fontsize=8, ncols=3, loc="outside lower center")
     fig.suptitle(reports[0]["versions"]["device"])
     fig.savefig(path, dpi=110)
     plt.close(fig)
