@@ -101,13 +101,14 @@ class Response(NamedTuple):
 
 
 class Sampler:
-    """Draws responses to token sequences (lists of ids), each with its own uniforms u, (max_new,).
+    """Draws the responses of lm, a model.ActorCritic, to token sequences (lists of ids), each with
+    its own uniforms u, (max_new,).
 
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
-    kept for the next one under that name, which must begin with it. max_new is the longest response
-    in tokens, max_prompt the longest window prompt, max_context the longest sequence with its
-    response, and `limit` what they leave for a sequence. ValueError where kv cannot serve the
-    model. tokens_decoded counts rows times decoding steps, idle rows included."""
+    kept for the next one under that name, which must begin with it. max_new: the longest response
+    in tokens; max_prompt: the longest window prompt; max_context: the longest sequence with its
+    response; `limit`: what they leave for a sequence. tokens_decoded counts rows times decoding
+    steps, idle rows included. ValueError where kv cannot serve the model."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
                  compile=False, max_prompt=None, max_context=None):
