@@ -101,8 +101,7 @@ class Response(NamedTuple):
 
 
 class Sampler:
-    """Draws the responses of lm, a model.ActorCritic, to token sequences (lists of ids), each with
-    its own uniforms u, (max_new,).
+    """Draws responses of lm, a model.ActorCritic, to sequences of ids, each by its own uniforms u.
 
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
     kept for the next one under that name, which must begin with it. max_new: the longest response
