@@ -175,7 +175,7 @@ class Env:
         tasks(split) -> sorted ids, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with info as described above. What differs from here it says itself."""
+    with info as described above, truncated on turn `horizon`. Override what differs below."""
 
     flags = ("horizon",)  # the settings its constructor takes
     horizon = 50  # turns an episode may take; its last step is truncated
@@ -186,8 +186,8 @@ class Env:
     fallback = 30  # characters taken as the action if the response has no tags
     graded = False  # whether info's score can lie between 0 and 1
 
-    def __init__(self, horizon=horizon):
-        self.horizon = horizon
+    def __init__(self, horizon=None):
+        self.horizon = horizon or self.horizon
 
     def expert(self):
         """Commands that win from here, or None."""

@@ -28,10 +28,10 @@ import torch
 import envs
 from model import load
 from rollout import Sampler, next_prompts, trajectories, uniforms
-from worlds.machine import (Count, Parser, Size, Temperature, gather, join_ranks,
+from worlds.machine import (Count, Parser, Size, Temperature, barrier, gather, join_ranks,
                             one_line_errors, options_of, progress, rank, typed, world)
-from worlds.runs import (newest_checkpoint, read_json, read_log, read_settings, settings_of,
-                         verify, write_file)
+from worlds.runs import (newest_checkpoint, read_json, read_log, read_settings, set_aside,
+                         settings_of, verify, write_file)
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's temperature here
 EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
@@ -306,7 +306,7 @@ def play_all(args, sampler, games, pool, path):
     failure."""
     records, new = [], Path(f"{path}.new" + f"-{rank()}" * (rank() > 0))
     if new.is_file() and new.stat().st_size:
-        new.replace(f"{new}.before")  # of a start that failed
+        set_aside(new)  # a start that failed has left it
     mine = {n: games[n] for n in range(rank(), len(games), world())}
     try:
         with open(new, "w") as file:
@@ -320,12 +320,13 @@ def play_all(args, sampler, games, pool, path):
     except KeyboardInterrupt:
         raise SystemExit(f"\ninterrupted; {len(records)} episodes that had ended are in {new}"
                          ) from None
-    order = {game: n for n, game in enumerate(games)}  # for they are in any order
+    order = {game: n for n, game in enumerate(games)}  # games end in any order
     records = sorted(gather(records), key=lambda r: (r["repeat"], order[r["task"]]))
     if rank() == 0:
         write_file(f"{path}.all", "".join(json.dumps(r) + "\n" for r in records))
         os.replace(f"{path}.all", path)
-    new.unlink()
+    barrier()  # a rank's own answers go when all are written
+    new.unlink(missing_ok=True)
     return [*{(r["repeat"], r["task"]): r for r in records}.values()]
 
 

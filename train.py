@@ -92,7 +92,7 @@ def train(lm, pool, config, checkpoint=None):
             if due or leave or done == config.iterations:
                 save_checkpoint(learner, config.out, done)
                 clock.saved()
-            if leave and done < config.iterations:
+            if leave:
                 raise KeyboardInterrupt
 
 
@@ -388,7 +388,7 @@ def parse_config(argv=None):
     asked, stored = Config(**given), {}
     name = name_of(given, vars(Config()) | preset_of(asked), MAY_CHANGE)
     out = os.path.normpath(asked.out or f"runs/{name}")
-    if asked.resume and (os.path.isdir(out) or given.keys() <= {"resume", "out"}):
+    if asked.resume and (os.path.isfile(f"{out}/config.json") or given.keys() <= {"resume", "out"}):
         types = {f.name: f.type for f in dataclasses.fields(Config)}
         stored = typed(types, settings_of(out), f"{out}/config.json")
         asked = Config(**stored | given)
@@ -585,9 +585,9 @@ def run(config):
             write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             done = iterations_in(newest_checkpoint(out))
-            raise SystemExit("\ninterrupted; " + (
-                f"--resume --out {out} goes on after iteration {done}" if done
-                else "there is no checkpoint yet")) from None
+            say("\ninterrupted; " + (f"--resume --out {out} goes on after iteration {done}" if done
+                                     else "there is no checkpoint yet"))
+            raise SystemExit(1) from None
         if rank() == 0:
             write_file(f"{out}/cost.json", json.dumps({"peak_memory": peak}))
             print(evaluation.write_of_run(before, after, config))

@@ -12,8 +12,8 @@ CAPTION = ("thin: one seed, thick: mean of the seeds over five iterations (KL: m
 
 def draw(groups, title, path):
     """groups: {label: runs with lines of metrics.jsonl and result, what eval.json holds} -> a
-    picture at `path`. A colour for each group. What is 0 in all lines of a run, as V of a baseline,
-    is not drawn. The KL has rare steps that are a thousand times larger: they leave its panel."""
+    picture at `path`. A colour for each group. What is always 0, such as a baseline's V, is not
+    drawn. The KL has rare steps that are a thousand times larger: the axis cuts them off."""
     fig = Figure((4 * len(PANELS), 3.7 + 0.2 * (len(groups) // 6)), layout="constrained")
     axes, faint = fig.subplots(1, len(PANELS)), 0.5 if len(groups) < 4 else 0.25
     for ax, (key, panel) in zip(axes, PANELS.items()):

@@ -1,4 +1,4 @@
-"""Where a model comes from, looked at before transformers does, which asks an absent hub for a
+"""Finds a model before transformers looks for it, because that asks an unreachable hub for a
 minute. It is not needed to understand SAPO."""
 import functools
 from pathlib import Path

@@ -36,7 +36,7 @@ def number(kind, low, high, words=None):
     """The type of a flag: a number within bounds. argparse reports what lies outside."""
     def parse(text):
         x = kind(text)
-        if not low <= x <= high:  # and where it is NaN
+        if not low <= x <= high:  # true of NaN as well
             bound = f"at most {high}" if x > high else f"at least {low}"
             raise argparse.ArgumentTypeError(f"must be {words or bound}, got {x}")
         return x
@@ -84,11 +84,11 @@ def flags_of(cls, presets, description):
 
 
 def typed(kinds, found, where):
-    """Those of the settings `found` that have a type in `kinds`, {name: type}. ValueError: one
-    does not fit its type; `where` it stands."""
+    """The entries of `found` that are named in `kinds`, {name: type}. ValueError: one is not of its
+    type; `where`: the file that the error names."""
     values = {name: found[name] for name in kinds if name in found}
     for name, value in values.items():
-        fits = options_of(kinds[name])
+        fits, right = options_of(kinds[name]), True
         try:
             if value is None:
                 continue
@@ -96,8 +96,10 @@ def typed(kinds, found, where):
                 right = value in fits["choices"]
             elif kinds[name] in (bool, str):
                 right = isinstance(value, kinds[name])
+            elif "nargs" in fits:
+                right = len(value) == 2
             else:
-                right = len(value) == 2 if "nargs" in fits else (kinds[name](str(value)), True)[1]
+                values[name] = kinds[name](str(value))
         except (argparse.ArgumentTypeError, TypeError, ValueError):
             right = False
         if not right:
@@ -156,8 +158,8 @@ def say(*words):
 
 @contextlib.contextmanager
 def alive(what, quiet=False):
-    """Within it, rank 0 says on stderr what() it does after ten seconds without a word, so that
-    long work is not taken for a hang. Yields a function that tells it of other words."""
+    """Within it, rank 0 prints what() on stderr whenever ten seconds pass without a word, so that
+    long work is not taken for a hang. Yields a function to call after other output."""
     over, began, last = threading.Event(), time.time(), [time.time()]
 
     def heard():
@@ -425,9 +427,9 @@ def forecast_memory(arch, config, critic=False):
     less. arch: a transformers config, or where one is."""
     try:
         arch = transformers.AutoConfig.from_pretrained(arch) if isinstance(arch, str) else arch
-    except (OSError, ValueError, KeyError):
-        return  # model.load meets the same, and explains it
-    needed, gpu = memory_needed(arch, config, critic), torch.cuda.is_available()
+        needed, gpu = memory_needed(arch, config, critic), torch.cuda.is_available()
+    except (OSError, ValueError, KeyError, AttributeError):
+        return  # model.load meets the same and explains it, or the architecture says it otherwise
     total, has = sum(needed.values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     say(f"memory, computed, beside keys and values: {total / 1e9:.1f} GB ("
         + ", ".join(f"{what} {n / 1e9:.1f}" for what, n in needed.items() if n) + ")")

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, how what is in it stays whole, how a run goes on.
+"""The folder of a run: who may write into it, how its files stay whole, how a run is resumed.
 
     RUN/config.json       every setting, the commit, versions; with a checksum of its own
     RUN/metrics.jsonl     a line an iteration
@@ -8,8 +8,8 @@
     RUN/.lock             held by the process that writes; the system lets go of it when that dies
 
 A file or folder is written under another name and renamed, so that a kill leaves the old or the
-new. checksums.json in a folder of weights tells when one of its files has changed since. What holds
-a finished iteration is renamed or refused, and never deleted before its successor is whole.
+new. checksums.json in a folder of weights tells when one of its files has changed since. The folder
+of a finished iteration is deleted only once the next one is whole.
 """
 import contextlib
 import fcntl
@@ -48,8 +48,8 @@ def read_json(path):
 
 
 def write_file(path, text):
-    """Writes beside and renames."""
-    with open(f"{path}.new", "w") as file:
+    """Writes the text to PATH.new, then renames it to PATH."""
+    with open(f"{path}.new", "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(f"{path}.new", path)
 
@@ -58,6 +58,8 @@ def write_folder(path, fill):
     """All ranks call it. fill(FOLDER) writes into PATH.new, which is sealed, and renamed when it is
     whole. A kill between two renames leaves PATH.old."""
     if rank() == 0:
+        if os.path.isdir(f"{path}.old") and not os.path.isdir(path):  # of such a kill
+            os.rename(f"{path}.old", path)
         for aside in (f"{path}.new", f"{path}.old"):
             shutil.rmtree(aside, ignore_errors=True)
         os.makedirs(f"{path}.new")
@@ -72,15 +74,18 @@ def write_folder(path, fill):
                       "was written before is whole") from error
     barrier()  # what the ranks write is there
     if rank() == 0:
-        sums = {file.name: checksum(file) for file in Path(f"{path}.new").iterdir()}
+        files = [file for file in Path(f"{path}.new").rglob("*") if file.is_file()]
+        sums = {str(file.relative_to(f"{path}.new")): checksum(file) for file in files}
         write_file(f"{path}.new/{CHECKSUMS}", json.dumps(sums, indent=1))
         if os.path.isdir(path):
             os.rename(path, f"{path}.old")
         os.rename(f"{path}.new", path)
         shutil.rmtree(f"{path}.old", ignore_errors=True)
+    barrier()  # a rank that goes on sees the folder
 
 
 def checksum(path):
+    """The CRC-32 of a file."""
     total = 0
     with open(path, "rb") as file:
         while part := file.read(2 ** 24):
@@ -134,7 +139,8 @@ def locked(out):
             yield
         finally:
             with contextlib.suppress(OSError):
-                if os.listdir(out) == [".lock"]:  # nothing came of it
+                own = os.path.samestat(os.fstat(file.fileno()), os.stat(f"{out}/.lock"))
+                if own and os.listdir(out) == [".lock"]:  # nothing came of it
                     shutil.rmtree(out)
 
 
@@ -203,6 +209,7 @@ def begin_folder(out, settings, held, checkpoint=None):
 
 
 def write_start(out, settings, held, checkpoint):
+    """Rank 0's part of begin_folder."""
     lines, made_with, path = [], versions(), Path(out, "metrics.jsonl")
     if settings["resume"] and checkpoint:
         lines = log_until(path, checkpoint)
@@ -219,7 +226,7 @@ def write_start(out, settings, held, checkpoint):
         except ValueError as error:
             raise ValueError(f"{error}; give another --out") from None
         done = path.read_bytes().count(b"\n") if path.exists() else 0
-        if settings["resume"] and done > (settings["save_every"] or 1):
+        if settings["resume"] and done > (settings_of(out).get("save_every") or 1):
             raise ValueError(f"{path} has {done} iterations, and their checkpoint in {out} is "
                              "gone. Without --resume a run begins anew, and this one is kept "
                              "under another name")
@@ -257,13 +264,13 @@ def best_of(out):
         return max((json.loads(line).get("held_out", -1) for line in file), default=-1)
 
 
-def set_aside(out):
-    """Renames a run's folder to OUT.1, or the next number that is free."""
+def set_aside(path):
+    """Renames a run's folder or a file to PATH.1, or the next number that is free."""
     n = 1
-    while os.path.exists(f"{out}.{n}"):
+    while os.path.exists(f"{path}.{n}"):
         n += 1
-    os.rename(out, f"{out}.{n}")
-    say(f"the run that was in {out} is in {out}.{n} now")
+    os.rename(path, f"{path}.{n}")
+    say(f"what was in {path} is in {path}.{n} now")
 
 
 # --------------------------------------------------------------------------------- checkpoints
