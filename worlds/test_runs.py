@@ -143,9 +143,9 @@ def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def begun(out, done=2):
+def begun(out, done=2, save_every=None):
     """A run of so many iterations, with a checkpoint -> its checkpoint."""
-    begin(out, resume=False)
+    begin(out, resume=False, save_every=save_every)
     (out / "before.json").write_text('{"0.4": []}')
     (out / "metrics.jsonl").write_text("".join(f'{{"iteration": {n}}}\n' for n in range(done)))
     lm = types.SimpleNamespace(model=torch.nn.Linear(1, 1),
@@ -210,9 +210,9 @@ def test_a_run_without_a_checkpoint_keeps_its_iterations(tmp_path):
 @pytest.mark.parametrize("done, save_every", [(0, None), (1, None), (3, 3)])
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path, done, save_every):
     out = tmp_path / "run"
-    shutil.rmtree(begun(out, done))
+    shutil.rmtree(begun(out, done, save_every))
     then = files(out)
-    begin(out, save_every=save_every)
+    begin(out, save_every=1)  # it was begun with another distance
     assert files(tmp_path / "run.1") == then and not (out / "metrics.jsonl").read_text()
 
 
