@@ -594,7 +594,8 @@ def run(config):
             if config.iterations:
                 evaluation.plot([out], f"{out}/curves.png")
             print(f"wrote {out}: {' '.join(sorted(glob.glob('*', root_dir=out)))}\n"
-                  f"{config.iterations} iterations, {(time.time() - began) / 60:.1f} minutes\n"
+                  f"{config.iterations} iterations; this start took "
+                  f"{(time.time() - began) / 60:.1f} minutes\n"
                   f"next: python eval.py --model {out}")
         barrier()  # a rank that leaves early would pull the others down
 
