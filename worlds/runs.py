@@ -140,8 +140,10 @@ def locked(out):
         finally:
             with contextlib.suppress(OSError):
                 own = os.path.samestat(os.fstat(file.fileno()), os.stat(f"{out}/.lock"))
-                if own and os.listdir(out) == [".lock"]:  # nothing came of it
-                    shutil.rmtree(out)
+                if own and not (os.path.isfile(f"{out}/config.json")
+                                and os.path.isfile(f"{out}/metrics.jsonl")):  # no run came of it
+                    os.remove(f"{out}/.lock")
+                    os.rmdir(out)  # where there is nothing else
 
 
 def on_first_rank(call, *args):

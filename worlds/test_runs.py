@@ -227,6 +227,7 @@ def test_a_folder_that_is_no_run_stays_as_it_is(tmp_path, found):
     with pytest.raises(ValueError, match="there is no run in .*another --out"):
         begin(out, resume=False)
     assert files(out) == then
+    assert (out / ".lock").exists() == ({"config.json", "metrics.jsonl"} <= set(found))
 
 
 HOLD = "from worlds import runs\nwith runs.locked({!r}):\n    print(flush=True)\n    input()"
