@@ -140,9 +140,8 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
     first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
     usual, out = (TEMPERATURE, 1.0)[:2 if config.env == "house" else 1], {}
     for temperature in (temperatures or usual) if ids else ():
-        over = play(
-            sampler_at(temperature), dict(enumerate(ids[first:last], first)), pool,
-            seed=config.seed, rows=config.rows, history=config.history, quiet=rank() > 0)
+        over = play(sampler_at(temperature), dict(enumerate(ids[first:last], first)), pool,
+                    seed=config.seed, rows=config.rows, history=config.history)
         out[temperature] = gather([record for _, record in sorted(over)])
     if path and rank() == 0:
         write_file(path, json.dumps(out))
@@ -281,9 +280,11 @@ def complete(args):
     weights = weights if config.is_file() and not args.endpoint else None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    known |= typed(SHARED, read_settings(config), config) if weights else {}
-    if weights and "env" not in read_settings(config):
-        raise ValueError(f"{config} is no run's: it names no environment")
+    if weights:
+        stored = read_settings(config)
+        if "env" not in stored:
+            raise ValueError(f"{config} is no run's: it names no environment")
+        known |= typed(SHARED, stored, config)
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
     if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's

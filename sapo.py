@@ -118,8 +118,9 @@ def denominator(denom, mask, *tensors):
     shapes = [tuple(x.shape) for x in (*tensors, mask) if x is not None]
     if len({*shapes}) > 1:
         raise ValueError(f"the tensors of a loss must have one shape; these have {shapes}")
-    count = max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)
-    return count if denom is None else denom
+    if denom is not None:
+        return denom
+    return max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)
 
 
 def largest(x):
@@ -295,10 +296,9 @@ def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
 
 @torch.no_grad()
 def token_gae(value, mask, score, *, gamma=1.0, lam=1.0):
-    """PPO as verl-agent has it: GAE over the tokens of one response, with nothing beyond it. value,
-    mask (B, T) are V before each token and 1 on tokens of the response, which need not be adjacent;
-    score (B,) is the episode's return, paid at the last. -> (adv, target), (B, T), 0 off the mask.
-    """
+    """PPO as verl-agent has it: GAE over the tokens of one response alone. value, mask (B, T) are V
+    before each token and 1 on tokens of the response, which need not be adjacent; score (B,) is the
+    episode's return, paid at the last. -> (adv, target), each (B, T), 0 off the mask."""
     mask, adv = mask.bool(), torch.zeros_like(value)
     after, carry, pay = torch.zeros_like(score), torch.zeros_like(score), score
     for t in reversed(range(value.shape[1])):

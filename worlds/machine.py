@@ -192,7 +192,7 @@ class progress:
 
     def __iter__(self):
         about = f"{self.what}: {{}} of {self.total}"
-        with alive(lambda: about.format(self.n), self.quiet or self.bar) as self.heard:
+        with alive(lambda: about.format(self.n), self.quiet or self.bar is not None) as self.heard:
             for item in self.items:
                 yield item
                 self.n += 1

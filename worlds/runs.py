@@ -204,8 +204,9 @@ def begin_folder(out, settings, held, checkpoint=None):
     metrics.jsonl keeps the lines that the checkpoint knows of, and what was made at its end goes.
     Another run that is there is renamed, as is one that was killed before its first checkpoint.
     ValueError: what is there must not be touched."""
+    done = iterations_in(checkpoint)
     barrier()  # rank 0 has claimed it
-    if not all(gather([os.path.exists(f"{out}/.lock")])):
+    if set(gather([(os.path.exists(f"{out}/.lock"), done)])) != {(True, done)}:
         raise ValueError(f"all machines must see the same folder {out}, and these do not")
     on_first_rank(write_start, out, settings, held, checkpoint)
 
@@ -224,11 +225,11 @@ def write_start(out, settings, held, checkpoint):
             Path(out, name).unlink(missing_ok=True)
     elif set(os.listdir(out)) - {".lock"}:
         try:
-            settings_of(out)
+            found = settings_of(out)
         except ValueError as error:
             raise ValueError(f"{error}; give another --out") from None
         done = path.read_bytes().count(b"\n") if path.exists() else 0
-        if settings["resume"] and done > (settings_of(out).get("save_every") or 1):
+        if settings["resume"] and done > (found.get("save_every") or 1):
             raise ValueError(f"{path} has {done} iterations, and their checkpoint in {out} is "
                              "gone. Without --resume a run begins anew, and this one is kept "
                              "under another name")
@@ -262,8 +263,7 @@ def beside(out, log):
 
 def best_of(out):
     """The largest success on held-out games in metrics.jsonl, -1 where there is none."""
-    with open(f"{out}/metrics.jsonl") as file:
-        return max((json.loads(line).get("held_out", -1) for line in file), default=-1)
+    return max((line.get("held_out", -1) for line in read_log(f"{out}/metrics.jsonl")), default=-1)
 
 
 def set_aside(path):
