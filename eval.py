@@ -30,7 +30,7 @@ from model import load
 from rollout import Sampler, next_prompts, trajectories, uniforms
 from worlds.machine import (Count, Parser, Size, Temperature, barrier, gather, join_ranks,
                             one_line_errors, options_of, progress, rank, typed, world)
-from worlds.runs import (newest_checkpoint, read_json, read_log, read_settings, set_aside,
+from worlds.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
                          settings_of, verify, write_file)
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's temperature here
@@ -306,11 +306,9 @@ def play_all(args, sampler, games, pool, path):
     written to PATH.new as soon as it is known, so that an hour of an endpoint's answers survives a
     failure."""
     records, new = [], Path(f"{path}.new" + f"-{rank()}" * (rank() > 0))
-    if new.is_file() and new.stat().st_size:
-        set_aside(new)  # a start that failed has left it
     mine = {n: games[n] for n in range(rank(), len(games), world())}
     try:
-        with open(new, "w") as file:
+        with new_file(new) as file:
             for n in range(args.repeats):
                 for _, r in play(sampler, mine, pool, style=args.prompt, seed=args.seed + n,
                                  rows=args.rows, history=args.history):
@@ -344,7 +342,7 @@ def evaluate(args):
     out.parent.mkdir(parents=True, exist_ok=True)
     if args.endpoint:
         from worlds.endpoint import Endpoint
-        sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new, args.rows,
+        sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new,
                            args.max_prompt)
     else:
         verify(weights or args.model)

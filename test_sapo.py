@@ -2428,10 +2428,14 @@ def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(t
             ((*grouped, "gigpo-nostd", "--lam", "0.9"), "--lam does nothing"),
             ((*grouped, "grpo", "--c_v", "0.3"), "--c_v does nothing"),
             (("--algo", "sapo-separate", "--c_q", "0.3"), "--c_q does nothing"),
+            (("--critic_lr", "3e-4", "--clip_q", "0.1"), "--critic_lr does nothing"),
+            (("--algo", "sapo-separate", "--clip_q", "0.1"), "--clip_q does nothing"),
+            (("--context", "full", "--history", "3"), "--history does nothing.*--context full"),
             (("--algo", "ppo", "--c_v", "0"), "--c_v does nothing")):
         with pytest.raises(ValueError, match=says):
             small_config(tmp_path, *flags)
-    for flags in (("--lam", "0.9", "--algo", "sapo-separate"), ("--c_v", "0", "--gamma", "1"),
+    for flags in (("--lam", "0.9", "--algo", "sapo-separate", "--critic_lr", "1e-3"),
+                  ("--c_v", "0", "--gamma", "1", "--history", "3", "--clip_q", "0.1"),
                   (*grouped, "gigpo", "--gamma", "1")):
         small_config(tmp_path, *flags)
 
@@ -3364,7 +3368,7 @@ def answers(endpoint, *texts):
 
 def test_requests_are_under_way_together_and_nothing_waits_while_games_compute(monkeypatch):
     pytest.importorskip("openai")
-    ask = Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9, at_once=3)
+    ask = Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9)
     together, hold = threading.Barrier(3), threading.Event()
     monkeypatch.setattr(ask, "ask", lambda text: text * (together.wait(60) < 3))
     assert answers(ask, "a", "b", "c") == ["a", "b", "c"]
@@ -3463,6 +3467,26 @@ def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
     main("gpt", "--limit", 1, "--horizon", 2, "--repeats", 2, out="e.json")
     assert [r["repeat"] for r in read_lines(tmp_path / "e.jsonl")] == [0, 1]
     assert not (tmp_path / "e.jsonl.new").exists()
+
+
+def test_ctrl_c_does_not_wait_for_an_endpoint_that_hangs(tmp_path):
+    pytest.importorskip("openai")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it takes a request and says nothing
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        words = f"eval.py --endpoint {url} --model gpt --limit 1 --out {tmp_path}".split()
+        env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True,
+                                   cwd=HERE, env=env)
+        try:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1)
+                process.send_signal(signal.SIGINT)
+                _, said = process.communicate(timeout=120)  # the client would wait for 300 s
+        finally:
+            process.kill()
+    assert process.returncode == 1 and "Traceback" not in said
+    assert "0 episodes that had ended are in" in said
 
 
 @pytest.mark.parametrize("style, attempts", [("react", 1), ("reflexion", 3)])

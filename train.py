@@ -422,16 +422,17 @@ def with_defaults(config):
 
 def check(c):
     """Refuses settings that do not fit each other, or the machine, before anything is loaded."""
-    used = {"sapo": "lam gamma c_v c_q", "sapo-separate": "lam gamma", "gigpo": "gamma",
-            "gigpo-nostd": "gamma"}.get(c.algo, "").split()
-    idle = [f"--{name}" for name in ("lam", "gamma", "c_v", "c_q", *envs.OPTIONS)
-            if name not in (*used, *envs.known(c.env).flags)
-            and getattr(c, name) != getattr(Config, name)]
+    used = {"sapo": "lam gamma c_v clip_v c_q clip_q", "ppo": "clip_v critic_lr", "gigpo": "gamma",
+            "sapo-separate": "lam gamma clip_v critic_lr"}.get(c.algo.removesuffix("-nostd"), "")
+    used = [*used.split(), *envs.known(c.env).flags, *["history"] * (c.context == "window")]
+    some = *"lam gamma c_v clip_v c_q clip_q critic_lr history".split(), *envs.OPTIONS
+    usual = vars(Config()) | preset_of(c)
+    idle = ", ".join(f"--{k}" for k in some if k not in used and getattr(c, k) != usual[k])
     model, own = (os.path.realpath(path) + os.sep for path in (c.model, c.out))
     for wrong, why in (
             (os.path.isdir(c.model) and model.startswith(own), f"--model {c.model} is or lies in "
              "the run's own folder; give another --out"),
-            (idle, f"{', '.join(idle)} does nothing with --algo {c.algo} and --env {c.env}"),
+            (idle, f"{idle} does nothing with --algo {c.algo} --env {c.env} --context {c.context}"),
             (c.env == "alfworld" and not importlib.util.find_spec("alfworld"),
              "a package is not installed: pip install alfworld"),
             (c.eval_every and not c.eval_games, "--eval_every has no use for --eval_games 0"),

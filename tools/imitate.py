@@ -10,6 +10,10 @@ steps on what a demonstrator says in training games, until nearly all actions th
 are admissible. Here `--model tiny` means random weights. The result is a Hugging Face folder. The
 paper has no such phase, and pretrained models need none. It runs as one process, without ranks.
 """
+import signal
+if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import concurrent.futures
 import dataclasses
@@ -18,7 +22,6 @@ import multiprocessing
 import os
 import random
 import re
-import signal
 import sys
 from typing import NamedTuple
 

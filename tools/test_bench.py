@@ -174,6 +174,7 @@ def test_both_engines_say_the_same_in_a_race_and_in_games(monkeypatch, capsys):
             if line[:2] in ("hf", "kv")]
     assert [row[-1] for row in rows] == ["100%"] * 2 and rows[0][2] == "1.00"
     hf, kv = (float(row[1]) for row in rows)  # tokens a second, in whole tokens
+    assert rows[0][3] == "1.00" and float(rows[1][3]) > float(rows[1][2])  # hf has a pass more
     assert (kv - 0.5) / (hf + 0.5) - 0.01 <= float(rows[1][2]) <= (kv + 0.5) / (hf - 0.5) + 0.01
     run_main(bench, monkeypatch, "games", "--rows", 3, "--new", 9)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()
@@ -194,7 +195,7 @@ def test_hf_is_not_charged_for_the_pass_that_reads_values(monkeypatch):
     lm.score = bench.Timed(slow)
     run = bench.measure(Sampler(lm, "hf", max_new=2), [[1, 2, 3], [4, 5]],
                         np.full((2, 2), 0.5, dtype=np.float32))
-    assert lm.score.seconds == seconds[0] >= 5.0 and run.seconds == 0.0
+    assert lm.score.seconds == seconds[0] == run.scoring >= 5.0 and run.seconds == 0.0
     assert run.sampled == sum(len(response.ids) for response in run.responses) > 0
 
 

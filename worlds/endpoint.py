@@ -1,6 +1,7 @@
 """A server in the place of a Sampler: eval.py --endpoint. It is not needed to understand SAPO."""
 import os
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import SimpleNamespace
 
 
@@ -12,7 +13,7 @@ class Endpoint:
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
         first=list, prompts=lambda texts, before: [list(text) for text in texts]))
 
-    def __init__(self, url, model, temperature, max_new, at_once=16, max_prompt=2048):
+    def __init__(self, url, model, temperature, max_new, max_prompt=2048):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
         import openai
@@ -21,9 +22,10 @@ class Endpoint:
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
         self.url, self.max_new = url, max_new
         self.limit = 4 * max_prompt  # a token has about four letters
-        self.threads, self.open, self.steps = ThreadPoolExecutor(at_once), {}, 0
+        self.open, self.steps = {}, 0
 
     def ask(self, text):
+        """-> the answer to a prompt. ValueError: there is none."""
         chat = [{"role": "user", "content": text}]
         try:
             answer = self.client.chat.completions.create(messages=chat, **self.options)
@@ -41,7 +43,15 @@ class Endpoint:
         return len(self.open)
 
     def add(self, name, letters, u):
-        self.open[self.threads.submit(self.ask, "".join(letters))] = name
+        def answer():
+            try:
+                request.set_result(self.ask("".join(letters)))
+            except ValueError as error:
+                request.set_exception(error)
+
+        request = Future()
+        self.open[request] = name
+        threading.Thread(target=answer, daemon=True).start()  # Ctrl-C does not wait for a daemon
 
     def run(self, steps=None):
         """The answers that are there. It waits for one unless a game is asked (`steps`)."""

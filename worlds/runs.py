@@ -146,6 +146,28 @@ def locked(out):
                     os.rmdir(out)  # where there is nothing else
 
 
+@contextlib.contextmanager
+def new_file(path):
+    """An empty file to write, this process's alone; what a start that failed has left under its
+    name is renamed. ValueError where another process writes it."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        except OSError:  # a file system without locks
+            mine = True
+        if not mine:
+            raise ValueError(f"another process writes {path}: wait for it, or give another --out")
+        if os.path.getsize(path):
+            set_aside(path)
+            with new_file(path) as file:
+                yield file
+        else:
+            yield file
+
+
 def on_first_rank(call, *args):
     """All ranks call it. call(*args) on rank 0; what is wrong is raised on every rank."""
     why = None

@@ -37,6 +37,20 @@ def mortal(call, left):
 TOUCHES = [(os, "rename"), (os, "replace"), (os, "makedirs"), (shutil, "rmtree"), (torch, "save")]
 
 
+def test_a_file_is_written_by_one_process_and_nothing_is_lost(tmp_path, capsys):
+    path = tmp_path / "some.jsonl.new"
+    with runs.new_file(path) as first:
+        print("one", file=first, flush=True)
+        with pytest.raises(ValueError, match=f"another process writes {path}"):
+            with runs.new_file(path):
+                pass
+        assert path.read_text() == "one\n" and len(os.listdir(tmp_path)) == 1
+    with runs.new_file(path) as second:  # the first failed, and has left something
+        print("two", file=second, flush=True)
+    assert path.read_text() == "two\n" and "some.jsonl.new.1 now" in capsys.readouterr().out
+    assert (tmp_path / "some.jsonl.new.1").read_text() == "one\n"
+
+
 def write_both(folder, text):
     for name in "ab":
         runs.write_file(os.path.join(folder, name), text)
