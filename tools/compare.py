@@ -76,9 +76,16 @@ def at_the_end(lines, key):
     return float(np.mean([line[key] for line in lines[-max(1, round(LAST * len(lines))):]]))
 
 
+def while_learning(lines):
+    """The success of all episodes of a run, at T = 1."""
+    won = sum(line["episodes"] * line["success"] for line in lines)
+    return won / sum(line["episodes"] for line in lines)
+
+
 MEASURES = {  # head: (of a run -> a number or None, digits)
     "end": (lambda run, half: percent(run.result.get("success")), 1),
     "end, T = 1": (lambda run, half: percent(run.result.get("success_at_1")), 1),
+    "while learning": (lambda run, half: percent(while_learning(run.lines)), 1),
     "episodes to half": (lambda run, half: episodes_until(run.lines, half)[0], 0),
     "V explains": (lambda run, half: percent(at_the_end(run.lines, "v_explained_variance")), 0),
     "Q explains": (lambda run, half: percent(at_the_end(run.lines, "q_explained_variance")), 0)}
@@ -100,7 +107,7 @@ def tables(groups, half):
     means = {label: measured(runs, half) for label, runs in groups.items()}
     first = means[next(iter(means))]
     heads = [head for head in MEASURES if all(head in its for its in means.values())]
-    rows, less = [["run", "seeds", *heads]], [["less " + next(iter(means)), *heads[:3]]]
+    rows, less = [["run", "seeds", *heads]], [["less " + next(iter(means)), *heads[:-2]]]
     for label, runs in groups.items():
         its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
         reach = sum(episodes_until(run.lines, half)[1] for run in runs)
