@@ -319,8 +319,8 @@ def pretrained(name, dtype):
     """-> model, tokenizer, sapo.json of a folder or hub id. For some architectures, as Qwen2,
     AutoTokenizer replaces a folder's own tokenizer, and the tiny model's words would be lost."""
     with contextlib.suppress(ImportError):  # where this file was copied without worlds/
-        from worlds.hub import found
-        name = found(name)
+        from worlds.hub import locate
+        name = locate(name)
     try:
         own, ours = json_in(name, "tokenizer_config.json"), dict(json_in(name, "sapo.json"))
         complete = own.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")

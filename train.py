@@ -35,7 +35,7 @@ from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
-from worlds.hub import found
+from worlds.hub import locate
 from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, Workers,
                             alive, barrier, everyone, fitted, flags_of, forecast_memory, gather,
                             join_ranks, mean, one_line_errors, peak_memory, progress, rank, say,
@@ -544,7 +544,7 @@ def prepare(config, pool):
         name = f"{ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
     verify(name)
     if not is_tiny(name):
-        forecast_memory(found(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
+        forecast_memory(locate(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max, device=device)

@@ -41,7 +41,7 @@ from model import actor_critic, load, make_batch, micro_batches, restricted_log_
 from rollout import Rows, Sampler, Turn, rollout
 from worlds import machine, runs
 from worlds.curves import COLORS
-from worlds.hub import found
+from worlds.hub import locate
 from worlds.textworld import shortcuts
 from worlds.tiny import tiny_tokenizer
 
@@ -60,7 +60,7 @@ def architecture(name):
     size = re.fullmatch(r"(?:Qwen/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
     if os.path.isdir(name) or not size or size[1] not in QWEN25:
         try:
-            return AutoConfig.from_pretrained(found(name))
+            return AutoConfig.from_pretrained(locate(name))
         except (OSError, ValueError, KeyError) as error:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"cannot load the architecture of {name!r} ({why})") from None

@@ -38,7 +38,7 @@ from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from model import load, make_batch, micro_batches, restricted_log_softmax
 from rollout import next_prompts, rollout
 from worlds import machine, runs
-from worlds.hub import found
+from worlds.hub import locate
 from worlds.tiny import is_tiny
 
 # ---------------------------------------------------------------------------- the demonstrators
@@ -326,7 +326,7 @@ def run(config, flags):
     print(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less",
           flush=True)
     if not is_tiny(config.model):  # there is no reference
-        machine.forecast_memory(found(config.model), dataclasses.replace(config, beta=0.0))
+        machine.forecast_memory(locate(config.model), dataclasses.replace(config, beta=0.0))
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed,
               words=envs.words(), value_tokens=config.value_tokens, tau_v=config.tau_v,
               r_max=config.r_max)

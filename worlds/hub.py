@@ -20,7 +20,7 @@ def hub_id(name):
 
 
 @functools.cache
-def found(name):
+def locate(name):
     """-> the folder or hub id that a name means. ValueError where it is a folder without a model,
     or where the hub does not answer and the cache has none. Nothing else is then asked of the hub.
     """

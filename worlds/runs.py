@@ -270,13 +270,13 @@ def log_until(path, checkpoint):
     log = path.read_bytes() if path.exists() else b""
     lines = log.splitlines(keepends=True)[:iterations_in(checkpoint)]
     known = read_json(checkpoint / "progress.json").get("beside", {})
-    for name, total in beside(path.parent, b"".join(lines)).items():
+    for name, total in checksums_beside(path.parent, b"".join(lines)).items():
         if known.get(name, total) != total:
             raise ValueError(f"{path.parent / name} is damaged: it is not what was written")
     return [line.decode() for line in lines]
 
 
-def beside(out, log):
+def checksums_beside(out, log):
     """Checksums of what a run that goes on uses beside its checkpoint."""
     before = Path(out, "before.json")
     return {"metrics.jsonl": zlib.crc32(log)} | (
@@ -325,7 +325,7 @@ def save_checkpoint(learner, out, done):
             log = Path(out, "metrics.jsonl")
             write_file(f"{folder}/progress.json", json.dumps(
                 {"steps": learner.steps, "failed": learner.failed,
-                 "beside": beside(out, log.read_bytes() if log.is_file() else b"")}))
+                 "beside": checksums_beside(out, log.read_bytes() if log.is_file() else b"")}))
 
     path = Path(out, f"checkpoint-{done}")
     if not all(p.isfinite().all() for p in learner.lm.model.parameters()):

@@ -78,7 +78,7 @@ def test_a_run_is_no_model_and_its_weights_are_named(tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "config.json").write_text('{"env": "house"}')
     with pytest.raises(ValueError, match=f"it is a run; its weights are in {tmp_path}/final"):
-        hub.found(str(tmp_path))
+        hub.locate(str(tmp_path))
 
 
 def test_without_a_network_a_name_is_refused_at_once(monkeypatch):
