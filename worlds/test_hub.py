@@ -58,7 +58,7 @@ def test_a_damaged_model_is_refused_by_name(tmp_path, spoil, why):
     shutil.copytree(f"{ROOT}/results/tiny-house", folder)
     load(str(folder))
     spoil(folder)
-    hub.found.cache_clear()
+    hub.locate.cache_clear()
     with pytest.raises(ValueError, match=why) as error:
         load(str(folder))
     assert "\n" not in str(error.value)
@@ -85,7 +85,7 @@ def test_without_a_network_a_name_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(hub, "hub_answers", lambda: False)
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     for name in ("Qwen2.5-1.5B-Instruct", "nobody/nothing-here"):
-        hub.found.cache_clear()
+        hub.locate.cache_clear()
         with pytest.raises(ValueError, match=f"{hub.hub_id(name)} is not in the cache.*HF_END"):
             load(name)
     assert hub.constants.HF_HUB_OFFLINE
