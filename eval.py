@@ -307,18 +307,19 @@ def play_all(args, sampler, games, pool, path):
     failure."""
     records, new = [], Path(f"{path}.new" + f"-{rank()}" * (rank() > 0))
     mine = {n: games[n] for n in range(rank(), len(games), world())}
-    try:
-        with new_file(new) as file:
+    with new_file(new) as file:
+        try:
             for n in range(args.repeats):
                 for _, r in play(sampler, mine, pool, style=args.prompt, seed=args.seed + n,
                                  rows=args.rows, history=args.history):
                     records.append({"repeat": n} | r)
                     print(json.dumps(records[-1]), file=file, flush=True)
-    except (ValueError, envs.GameError) as error:
-        raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}") from error
-    except KeyboardInterrupt:
-        raise SystemExit(f"\ninterrupted; {len(records)} episodes that had ended are in {new}"
-                         ) from None
+        except (ValueError, envs.GameError) as error:
+            raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}"
+                             ) from error
+        except KeyboardInterrupt:
+            raise SystemExit(f"\ninterrupted; {len(records)} episodes that had ended are in {new}"
+                             ) from None
     order = {game: n for n, game in enumerate(games)}  # games end in any order
     records = sorted(gather(records), key=lambda r: (r["repeat"], order[r["task"]]))
     if rank() == 0:
