@@ -3,8 +3,8 @@
     python tools/compare.py --half 0.62 results/house-8/{sapo,novalue,ppo}-?            two tables
     python tools/compare.py --half 0.62 --plot bed.png results/house-8/{sapo,ppo}-?     a picture
 
-Runs whose folders differ only in a trailing -SEED form a group. After ± stands a standard error: of
-a mean over the seeds, or of its difference from the mean of the group that is named first.
+Runs whose folders differ only in a trailing -SEED form a group. After ± stands a standard error:
+of a mean over the seeds, or of its difference from the mean of the group that is named first.
 """
 import signal
 if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
@@ -105,18 +105,20 @@ def tables(groups, half):
     """{label: runs} -> two tables as Markdown: what was measured, and the differences from the
     first group."""
     means = {label: measured(runs, half) for label, runs in groups.items()}
-    first = means[next(iter(means))]
+    first, *others = groups
     heads = [head for head in MEASURES if all(head in its for its in means.values())]
-    rows, less = [["run", "seeds", *heads]], [["less " + next(iter(means)), *heads[:-2]]]
+    rows = [["run", "seeds", *heads]]
     for label, runs in groups.items():
         its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
         reach = sum(episodes_until(run.lines, half)[1] for run in runs)
         if reach < len(runs):  # what does not get there counts with all of its episodes
             its["episodes to half"] = f"≥ {its['episodes to half']} ({reach} of {len(runs)} do)"
         rows.append([label, str(len(runs)), *its.values()])
-        less.append([label] + [means[label][head].minus(first[head]).text(MEASURES[head][1], "+")
-                               for head in less[0][1:]])
-    return "\n\n".join(markdown(some) for some in (rows, [less[0], *less[2:]]))
+    less = [[f"less {first}", *heads[:-2]]]  # all but what is explained
+    for label in others:
+        less.append([label] + [means[label][head].minus(means[first][head]).text(
+            MEASURES[head][1], "+") for head in heads[:-2]])
+    return f"{markdown(rows)}\n\n{markdown(less)}"
 
 
 def markdown(rows):

@@ -116,20 +116,25 @@ def name_of(given, usual, unnamed):
     return re.sub(r"[^\w.=-]+", "_", "-".join([*words, seed]))
 
 
+def lock(file, what):
+    """Whether an open file is this process's alone from now on, and still goes by its name. `what`
+    is said where the file system knows no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except (BlockingIOError, FileNotFoundError):  # it is held, or has just been renamed
+        return False
+    except OSError as error:
+        say(f"cannot lock {what} ({error}): see that no other run writes to it")
+        return True
+
+
 @contextlib.contextmanager
 def locked(out):
     """Within it, the folder `out` is this process's alone. ValueError where it is another's."""
     os.makedirs(out, exist_ok=True)
     with open(f"{out}/.lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(file.fileno()), os.stat(f"{out}/.lock"))
-        except (BlockingIOError, FileNotFoundError):  # it is held, or has just been renamed
-            mine = False
-        except OSError as error:  # a file system without locks
-            mine = True
-            say(f"cannot lock {out} ({error}): see that no other run writes to it")
-        if not mine:
+        if not lock(file, out):
             file.seek(0)
             raise ValueError(f"{file.read() or 'another process'} writes to {out}: wait for it, "
                              "stop it, or give another --out")
@@ -151,14 +156,7 @@ def new_file(path):
     """An empty file to write, this process's alone; what a start that failed has left under its
     name is renamed. ValueError where another process writes it."""
     with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-        except (BlockingIOError, FileNotFoundError):
-            mine = False
-        except OSError:  # a file system without locks
-            mine = True
-        if not mine:
+        if not lock(file, path):
             raise ValueError(f"another process writes {path}: wait for it, or give another --out")
         if os.path.getsize(path):
             set_aside(path)
