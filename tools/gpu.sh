@@ -39,9 +39,10 @@ step 7b python tools/bench.py iteration --model Qwen2.5-7B --tasks 4 --repeats 1
 # A small pretrained model imitates the demonstrator, then trains by three methods.
 step imitate python tools/imitate.py --env alfworld --model SmolLM2-135M-Instruct --steps 200 \
     --lr 1e-4 --max_new 64 --out runs/start
-for algo in sapo grpo ppo; do
-    step "alfworld-$algo" python train.py --env alfworld --model runs/start --algo $algo \
-        --lr 1e-5 --critic_lr 1e-4 --iterations 25 --max_new 64 --tokens_per_micro_batch 65536 \
+for method in sapo grpo "ppo --critic_lr 1e-4"; do
+    algo=${method%% *}
+    step "alfworld-$algo" python train.py --env alfworld --model runs/start --algo $method \
+        --lr 1e-5 --iterations 25 --max_new 64 --tokens_per_micro_batch 65536 \
         --out "runs/alfworld-$algo"
     step "unseen-$algo" python eval.py --model "runs/alfworld-$algo" --split valid_unseen
 done
