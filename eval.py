@@ -7,7 +7,7 @@
     python eval.py --plot runs/house-tiny-?                 the curves of training
 
 Runs whose folders differ only in a trailing -SEED form a group. Departure from the paper: a game is
-played once (or --repeats times); the paper's 128 draws with replacement hit about 84 games.
+played once (or --repeats times); the framework's 128 draws with replacement hit about 84 games.
 """
 import signal
 if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
@@ -33,7 +33,7 @@ from worlds.machine import (Count, Parser, Size, Temperature, barrier, gather, j
 from worlds.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
                          settings_of, verify, write_file)
 
-SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the paper's temperature here
+SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the framework's temperature
 EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
@@ -129,7 +129,7 @@ def table(reports, env):
 
 
 def of_run(config, pool, sampler_at, path=None, temperatures=None):
-    """A run of train.py plays its --eval_games at the paper's temperature, in the house at 1 as
+    """A run of train.py plays its --eval_games at the framework's temperature, in the house at 1 as
     well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
     them. sampler_at: temperature -> a Sampler."""
     if path and config.resume and os.path.isfile(path):
@@ -252,7 +252,7 @@ SHARED = {"env": str, "data": str, "goals": str, "context": Literal["window", "f
 def make_parser():
     parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--model", help="a run, a model folder, a hub id or a bare name; tiny: random weights")
+    add("--model", help="a run, a model folder, a hub id or a bare name; tiny is random here")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=Size, default=1, help="how often every game is played")

@@ -418,7 +418,8 @@ def main():
     with one_line_errors("model.py"), torch.no_grad():
         lm = load(parser.parse_args().model, words=envs.words())
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
-        response = lm.tokenizer("go to fridge 1").input_ids + [lm.stop_ids[0]]
+        response = lm.tokenizer("go to fridge 1", add_special_tokens=False).input_ids
+        response.append(lm.stop_ids[0])
         sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
         logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
         print(f"w+, w- = {lm.value_ids}; a turn of {len(logp)} tokens of log-prob {logp.sum():.2f}:"

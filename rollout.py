@@ -47,8 +47,8 @@ class Rows:
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
         self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
         self.u = empty(max_new + 1)  # the uniform numbers to draw with
-        self.tokens = empty(max_new + 1, dtype=torch.long)  # what was drawn; in u, tokens and logp
-        self.logp = empty(max_new + 1)  # the last column is for rows that have ended
+        self.tokens = empty(max_new + 1, dtype=torch.long)  # drawn; in u, tokens and logp the
+        self.logp = empty(max_new + 1)  # last column is where ended rows write
         self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
 
     def grow(self, rows, longest):
@@ -71,7 +71,7 @@ class Rows:
             getattr(self, name)[target] = getattr(self, name)[source]
 
     def update(self, k, v, layer_idx, *args, **kwargs):
-        """Called by every attention layer: the new k, v (R, H', T, D) -> all that may be read."""
+        """New k, v (R, H', T, D) -> all that may be read: `span` of rows `read`, by forward."""
         keys, values, (row, at) = self.keys[layer_idx], self.values[layer_idx], self.write
         # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
         keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)
@@ -157,7 +157,7 @@ class Sampler:
     def forget(self):
         """Forgets every sequence. The memory stays, because captured graphs point into it."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
-        self.seen = None  # the last look, which has not been read
+        self.seen = None  # the look that is still to be read
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
 
@@ -171,7 +171,7 @@ class Sampler:
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.ahead = 4 if self.gpu else 0  # steps between looks, each of which is read one later
+        self.ahead = 4 if self.gpu else 0  # steps before each look, which is read after the next
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
         try:
             self.check()
@@ -285,7 +285,7 @@ class Sampler:
         return -(-n // step) * step, -(-span // wide) * wide
 
     def settle(self, keep):
-        """Brings the rows `keep` to the front, where they change places with those that wait."""
+        """Brings the rows `keep` to the front; idle conversations there take the places left."""
         self.open, moves = len(keep), []
         gaps = sorted(set(range(self.open)) - set(keep))
         for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
@@ -435,8 +435,8 @@ def next_prompts(lm, asks, limit):
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """One trajectory, as a coroutine: yields an ask of next_prompts and is sent the prompt, yields
-    None and is sent what the game or the model answers, at last yields None, (turns, episode)."""
+    """One trajectory, a coroutine: yields (texts, ids before) and is sent the prompt; yields None
+    and is sent the game's or the model's answer; ends with the pair None, (turns, episode)."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))

@@ -15,9 +15,9 @@ Equations are numbered as LaTeX numbers them in the paper. `# SAPO:` marks what 
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p.
-A loss is a sum divided by `denom`: with the global count of tokens or turns there, the losses of
-micro-batches and ranks add up to the whole (sum gradients over ranks, do not average), as do the
-numbers of an `info` except *_max. The advantage comes from V alone; Q is trained beside it.
+A loss is a sum over `denom`. Where denom counts the tokens or turns of all micro-batches and ranks,
+their losses add up to the whole (so sum gradients over ranks, do not average), as do the numbers
+of an `info` except *_max. The advantage comes from V alone; Q is trained beside it.
     python sapo.py       works one small trajectory by hand. Copy the file: it needs torch alone.
 """
 import math

@@ -3065,15 +3065,15 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
     those after iteration 2. What is trained does not notice. Elsewhere than in a terminal an
     iteration is a line."""
-    success, held_out, run = [0.25, 0.5, 0.5, 0.25], train.held_out, tmp_path / "run"
+    success, eval_now, run = [0.25, 0.5, 0.5, 0.25], train.eval_now, tmp_path / "run"
 
     def look(lm, pool, config, done):
         with monkeypatch.context() as patch:
             patch.setattr(evaluation, "share", lambda records: {"success": success[done - 1]})
-            return held_out(lm, pool, config, done)
+            return eval_now(lm, pool, config, done)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "held_out", look)
+        patch.setattr(train, "eval_now", look)
         run_main(train, monkeypatch, *SMALL, "--eval_every", 1, "--out", run)
     said = capsys.readouterr().out
     lines = read_lines(run / "metrics.jsonl")

@@ -79,7 +79,7 @@ def train(lm, pool, config, checkpoint=None):
             clock.lap("update")
             metrics = {"iteration": iteration, "sampler_off": sampler_off} | clock.seconds()
             metrics |= summary(turns, targets, steps, used, pool.env.categories)
-            metrics |= held_out(lm, pool, config, iteration + 1)
+            metrics |= eval_now(lm, pool, config, iteration + 1)
             write_log(metrics, turns, config)
             bar.say(f"success {metrics['success']:.0%}, V explains "
                     f"{metrics['v_explained_variance']:.0%}")
@@ -121,7 +121,7 @@ class MicroBatch(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What an update learns from, and for the log what it was made of. y_v and y_q are SAPO's;
+    """What an update learns from; v, q, returns are for the log alone. y_v and y_q are SAPO's;
     value_old and value_target are a separate critic's, (N,) in sapo-separate and (M,) in PPO."""
 
     adv: torch.Tensor  # (M,) the advantage on every token, Eq. 7
@@ -313,7 +313,7 @@ class Config:
     """The paper's settings where it gives them, else its framework's (verl-agent's), else ours."""
 
     env: str = "house"  # house, alfworld or webshop
-    model: str = "tiny"  # results/tiny-*, a hub id, a name such as Qwen2.5-1.5B-Instruct, a folder
+    model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name like Qwen2.5-1.5B-Instruct, a folder
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: its catalogue's
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO]-SEED
@@ -353,7 +353,7 @@ class Config:
 
     lr: Positive = 1e-6  # AdamW's learning rate
     lr_warmup: Count = 0  # optimizer steps over which lr rises from 0
-    lr_end: Share = 1.0  # share of lr that a straight line reaches at the end; the paper's is 1
+    lr_end: Share = 1.0  # share of lr that a straight line reaches at the end; the framework's is 1
     critic_lr: Positive = 1e-5  # of a separate critic
     mini_batch: Size = 256  # turns an optimizer step
     tokens_per_micro_batch: Size = 8192  # padded tokens a forward pass
@@ -361,7 +361,7 @@ class Config:
     checkpointing: bool = False  # recompute activations: less memory, a third more time
     moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
 
-    eval_games: Count = None  # held-out games of an evaluation; default: all, or --tasks if small
+    eval_games: Count = None  # held-out games; default: the environment's, or --tasks if small
     eval_every: Count = 0  # iterations between evaluations while training, whose best is kept
     save_every: Size = None  # iterations between checkpoints; default: they take 1/20 of the time
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
@@ -524,7 +524,7 @@ def evaluate(lm, pool, config, **options):
     return evaluation.of_run(config, pool, lambda t: sampler_for(lm, config, t), **options)
 
 
-def held_out(lm, pool, config, done):
+def eval_now(lm, pool, config, done):
     """Every --eval_every iterations: success on held-out games, as an entry of metrics.jsonl. What
     is better than all before is kept in RUN/best."""
     if not config.eval_every or done % config.eval_every:

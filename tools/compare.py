@@ -1,7 +1,7 @@
 """Compares methods over seeds: how well they end, how soon they learn, what their values explain.
 
-    python tools/compare.py --half 0.62 results/house-8/{sapo,novalue,ppo}-?            two tables
-    python tools/compare.py --half 0.62 --plot bed.png results/house-8/{sapo,ppo}-?     a picture
+    python tools/compare.py --half 0.62 results/worth/b/{sapo,novalue,ppo}-?            two tables
+    python tools/compare.py --half 0.62 --plot bed.png results/worth/b/{sapo,ppo}-?     a picture
 
 Runs whose folders differ only in a trailing -SEED form a group. After ± stands a standard error:
 of a mean over the seeds, or of its difference from the mean of the group that is named first.
@@ -82,11 +82,12 @@ def while_learning(lines):
     return won / sum(line["episodes"] for line in lines)
 
 
+HALF = "episodes to half"
 MEASURES = {  # head: (of a run -> a number or None, digits)
     "end": (lambda run, half: percent(run.result.get("success")), 1),
     "end, T = 1": (lambda run, half: percent(run.result.get("success_at_1")), 1),
     "while learning": (lambda run, half: percent(while_learning(run.lines)), 1),
-    "episodes to half": (lambda run, half: episodes_until(run.lines, half)[0], 0),
+    HALF: (lambda run, half: episodes_until(run.lines, half)[0], 0),
     "V explains": (lambda run, half: percent(at_the_end(run.lines, "v_explained_variance")), 0),
     "Q explains": (lambda run, half: percent(at_the_end(run.lines, "q_explained_variance")), 0)}
 
@@ -103,21 +104,29 @@ def measured(runs, half):
 
 def tables(groups, half):
     """{label: runs} -> two tables as Markdown: what was measured, and the differences from the
-    first group."""
+    first group. A run that does not reach the half counts with all of its episodes, so that what
+    is made of it is a bound; a difference of two bounds is left out."""
     means = {label: measured(runs, half) for label, runs in groups.items()}
+    reached = {label: sum(episodes_until(run.lines, half)[1] for run in runs)
+               for label, runs in groups.items()}
+    bound = {label: reached[label] < len(runs) for label, runs in groups.items()}
     first, *others = groups
     heads = [head for head in MEASURES if all(head in its for its in means.values())]
     rows = [["run", "seeds", *heads]]
     for label, runs in groups.items():
         its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
-        reach = sum(episodes_until(run.lines, half)[1] for run in runs)
-        if reach < len(runs):  # what does not get there counts with all of its episodes
-            its["episodes to half"] = f"≥ {its['episodes to half']} ({reach} of {len(runs)} do)"
+        if bound[label]:
+            its[HALF] = f"≥ {its[HALF]} ({reached[label]} of {len(runs)} do)"
         rows.append([label, str(len(runs)), *its.values()])
-    less = [[f"less {first}", *heads[:-2]]]  # all but what is explained
+    heads = heads[:-2]  # all but what is explained
+    less = [[f"less {first}", *heads]]
     for label in others:
-        less.append([label] + [means[label][head].minus(means[first][head]).text(
-            MEASURES[head][1], "+") for head in heads[:-2]])
+        its = {head: means[label][head].minus(means[first][head]).text(MEASURES[head][1], "+")
+               for head in heads}
+        if bound[label] or bound[first]:
+            its[HALF] = (f"≥ {its[HALF]}" if not bound[first] else
+                         f"≤ {its[HALF]}" if not bound[label] else "–")
+        less.append([label, *its.values()])
     return f"{markdown(rows)}\n\n{markdown(less)}"
 
 

@@ -66,7 +66,14 @@ def test_tables_of_finished_runs(folders, monkeypatch, capsys):
         "| without | 2 | 50.0 ± 10.0 | 25.0 ± 5.0 | 23.8 ± 8.8 | ≥ 560 ± 80 (1 of 2 do) "
         "| 0 ± 0 | 0 ± 0 |"]
     assert second.splitlines()[2:] == [
-        "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | +0 ± 113 |"]
+        "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | ≥ +0 ± 113 |"]
+
+
+def test_a_difference_from_what_never_reaches_the_half_is_a_bound(folders):
+    groups = compare.group_runs(folders)
+    for half, rest in ((0.5, "≤ +0 ± 113"), (0.7, "–"), (0.2, "-160 ± 113")):
+        groups = {label: groups[label] for label in ("without", "with")}
+        assert compare.tables(groups, half).split(" | ")[-1] == f"{rest} |"
 
 
 def test_a_picture_of_finished_runs(folders, tmp_path, monkeypatch, capsys):
