@@ -313,7 +313,7 @@ class Config:
     """The paper's settings where it gives them, else its framework's (verl-agent's), else ours."""
 
     env: str = "house"  # house, alfworld or webshop
-    model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name like Qwen2.5-1.5B-Instruct, a folder
+    model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name (Qwen2.5-1.5B), a folder
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: its catalogue's
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO]-SEED
