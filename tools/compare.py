@@ -107,25 +107,25 @@ def tables(groups, half):
     first group. A run that does not reach the half counts with all of its episodes, so that what
     is made of it is a bound; a difference of two bounds is left out."""
     means = {label: measured(runs, half) for label, runs in groups.items()}
-    reached = {label: sum(episodes_until(run.lines, half)[1] for run in runs)
-               for label, runs in groups.items()}
-    bound = {label: reached[label] < len(runs) for label, runs in groups.items()}
+    short = {label: sum(not episodes_until(run.lines, half)[1] for run in runs)
+             for label, runs in groups.items()}  # how many runs do not reach it
     first, *others = groups
     heads = [head for head in MEASURES if all(head in its for its in means.values())]
     rows = [["run", "seeds", *heads]]
     for label, runs in groups.items():
         its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
-        if bound[label]:
-            its[HALF] = f"≥ {its[HALF]} ({reached[label]} of {len(runs)} do)"
+        if short[label]:
+            its[HALF] = f"≥ {its[HALF]} ({len(runs) - short[label]} of {len(runs)} do)"
         rows.append([label, str(len(runs)), *its.values()])
     heads = heads[:-2]  # all but what is explained
     less = [[f"less {first}", *heads]]
     for label in others:
         its = {head: means[label][head].minus(means[first][head]).text(MEASURES[head][1], "+")
                for head in heads}
-        if bound[label] or bound[first]:
-            its[HALF] = (f"≥ {its[HALF]}" if not bound[first] else
-                         f"≤ {its[HALF]}" if not bound[label] else "–")
+        if short[first]:
+            its[HALF] = "–" if short[label] else f"≤ {its[HALF]}"
+        elif short[label]:
+            its[HALF] = f"≥ {its[HALF]}"
         less.append([label, *its.values()])
     return f"{markdown(rows)}\n\n{markdown(less)}"
 
