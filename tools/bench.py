@@ -412,6 +412,7 @@ def host_main(argv):
 
 # The phases of an iteration, and how many forward passes each is worth.
 PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
+HATCHES = "", "//", "\\\\", "..", "", "xx"  # so that a picture can be read in grey too
 MEANING = {"rollout": "rollout: play the tasks", "old": "old: log-probs before the update",
            "ref": "ref: log-probs of the start", "values": "values: of the critic, old ones",
            "update": "update: of the policy", "critic": "critic: its update"}
@@ -675,22 +676,23 @@ def plot_phases(reports, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 4.2),
+    fig, axes = plt.subplots(1, len(reports), figsize=(4.5 * len(reports), 4.2), sharey=True,
                              layout="constrained", squeeze=False)
     for ax, report in zip(axes[0], reports):
         seconds, names = report["seconds"], [evaluation.NAMES[algo] for algo in report["seconds"]]
         bottom = np.zeros(len(seconds))
-        for phase, color in zip(PHASES, COLORS):
+        for phase, color, hatch in zip(PHASES, COLORS, HATCHES):
             heights = np.array([times.get(phase, 0.0) for times in seconds.values()])
             if heights.any():
                 ax.bar(names, heights, bottom=bottom, width=0.6, color=color,
-                       label=MEANING[phase])
+                       hatch=hatch, edgecolor="white", label=MEANING[phase])
                 bottom += heights
-        for n, height in enumerate(bottom):
-            ax.text(n, height, f"{height:.1f}", ha="center", va="bottom")
-        ax.set(title=f"{report['model']}, {report['context']}, old values by {report['old']}",
-               ylabel="seconds an iteration")
+        for n, (height, times) in enumerate(zip(bottom, seconds.values())):
+            ax.text(n, height, f"{height:.2f}, {height - times['rollout']:.2f} after the rollout",
+                    ha="center", va="bottom", fontsize=8)
+        ax.set(title=f"{report['model']}, --context {report['context']}, --old {report['old']}")
         ax.margins(y=0.12)
+    axes[0][0].set_ylabel("seconds an iteration")
     labels = {}
     for ax in axes[0]:
         labels |= dict(zip(*ax.get_legend_handles_labels()[::-1]))

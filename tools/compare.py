@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from eval import group_runs
-from worlds.curves import COLORS, DASHES
+from worlds.curves import style
 from worlds.machine import Parser, Share, one_line_errors
 
 WINDOW = 320  # episodes over which success is averaged
@@ -105,7 +106,8 @@ def measured(runs, half):
 def tables(groups, half):
     """{label: runs} -> two tables as Markdown: what was measured, and the differences from the
     first group. A run that does not reach the half counts with all of its episodes, so that what
-    is made of it is a bound; a difference of two bounds is left out."""
+    is made of it is a bound, without an error; a difference of two bounds is left out. A method
+    whose values explain exactly 0 has none."""
     means = {label: measured(runs, half) for label, runs in groups.items()}
     short = {label: sum(not episodes_until(run.lines, half)[1] for run in runs)
              for label, runs in groups.items()}  # how many runs do not reach it
@@ -115,17 +117,19 @@ def tables(groups, half):
     for label, runs in groups.items():
         its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
         if short[label]:
-            its[HALF] = f"≥ {its[HALF]} ({len(runs) - short[label]} of {len(runs)} do)"
+            its[HALF] = (f"≥ {means[label][HALF].mean:.0f} "
+                         f"({len(runs) - short[label]} of {len(runs)} do)")
+        its |= {head: "–" for head in heads[-2:] if not means[label][head].mean}
         rows.append([label, str(len(runs)), *its.values()])
     heads = heads[:-2]  # all but what is explained
     less = [[f"less {first}", *heads]]
     for label in others:
         its = {head: means[label][head].minus(means[first][head]).text(MEASURES[head][1], "+")
                for head in heads}
-        if short[first]:
-            its[HALF] = "–" if short[label] else f"≤ {its[HALF]}"
-        elif short[label]:
-            its[HALF] = f"≥ {its[HALF]}"
+        if short[first] or short[label]:
+            bound = means[label][HALF].mean - means[first][HALF].mean
+            its[HALF] = "–" if short[first] and short[label] else (
+                f"{'≤' if short[first] else '≥'} {bound:+.0f}")
         less.append([label, *its.values()])
     return f"{markdown(rows)}\n\n{markdown(less)}"
 
@@ -141,21 +145,21 @@ def draw(groups, half, path):
     fig = Figure((10, 4.2 + 0.25 * (len(groups) // 4)), layout="constrained")
     axes = fig.subplots(1, 2)
     for n, (label, runs) in enumerate(groups.items()):
-        color, dashes = COLORS[n % len(COLORS)], DASHES[n % len(DASHES)]
         for ax, key in zip(axes, ("success", "v_explained_variance")):
             curves = [recent(run.lines, key) for run in runs]
             x, y = np.array([*zip(*curves)]).transpose(2, 0, 1)  # each (iterations, seeds)
             if key == "success" or y.any():  # the values of a method without any are 0
                 mean, error = np.array([Mean.of(row) for row in y]).T
-                ax.plot(x[:, 0], mean, dashes, color=color, linewidth=2,
-                        label=f"{label}, n = {len(runs)}")
-                ax.fill_between(x[:, 0], mean - error, mean + error, color=color, alpha=0.2,
-                                linewidth=0)
+                line, = ax.plot(x[:, 0], mean, linewidth=2, label=f"{label}, n = {len(runs)}",
+                                **style(n, len(mean)))
+                ax.fill_between(x[:, 0], mean - error, mean + error, color=line.get_color(),
+                                alpha=0.12, linewidth=0)
     axes[0].axhline(half, color="black", linewidth=0.8, linestyle=":")
     axes[0].set(title="success at T = 1", ylim=(0, 1.02))
     axes[1].set(title="explained variance of V")
     for ax in axes:
         ax.set_xlabel("episodes")
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
         ax.grid(True, alpha=0.3)
     fig.suptitle(f"mean of the last {WINDOW} episodes and of the seeds, ± a standard error",
                  fontsize=10)

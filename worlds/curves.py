@@ -1,13 +1,21 @@
 """The curves of training runs. It is not needed to understand SAPO."""
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 PANELS = {"success": "success", "v_explained_variance": "explained variance of V",
           "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #888888".split()  # Okabe and Ito
-DASHES = "-", "--", "-.", ":"
+DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv*PX"  # so that a picture can be read in grey too
 CAPTION = ("thin: one seed, thick: mean of the seeds over five iterations (KL: median); "
-           "lines: rollouts, sampled at T = 1, dots: held-out games at T = 0.4")
+           "lines: rollouts, sampled at T = 1, rimmed dots: held-out games at T = 0.4")
+
+
+def style(n, points):
+    """How the n-th group's line of so many points looks; but for the first, marks lie along it."""
+    return {"color": COLORS[n % len(COLORS)], "linestyle": DASHES[n % len(DASHES)],
+            "marker": MARKERS[n % len(MARKERS)], "markersize": 5 if n else 0,
+            "markevery": (points * (2 * n + 1) // 80, max(1, points // 5))}
 
 
 def draw(groups, title, path):
@@ -15,26 +23,28 @@ def draw(groups, title, path):
     picture at `path`. A colour for each group. What is always 0, such as a baseline's V, is not
     drawn. The KL has rare steps that are a thousand times larger: the axis cuts them off."""
     fig = Figure((4 * len(PANELS), 3.7 + 0.2 * (len(groups) // 6)), layout="constrained")
-    axes, faint = fig.subplots(1, len(PANELS)), 0.5 if len(groups) < 4 else 0.25
+    axes, faint = fig.subplots(1, len(PANELS)), max(0.1, 0.5 / len(groups))
     for ax, (key, panel) in zip(axes, PANELS.items()):
         ax.set(title=panel, xlabel="iteration")
         ax.grid(True, alpha=0.3)
         for n, (label, runs) in enumerate(groups.items()):
-            color, dashes = COLORS[n % len(COLORS)], DASHES[n // len(COLORS) % len(DASHES)]
+            color, marker = (style(n, 1)[key] for key in ("color", "marker"))
             curves = [[line[key] for line in run.lines] for run in runs]
             curves = [curve for curve in curves if any(curve) or key == "success"]
             for curve in curves:
                 ax.plot(range(1, len(curve) + 1), curve, color=color, linewidth=0.7, alpha=faint)
             if curves:
                 smooth = smoothed(curves, np.median if key == "kl" else np.mean)
-                ax.plot(range(1, len(smooth) + 1), smooth, dashes, color=color, linewidth=2.4,
-                        label=f"{label}, n = {len(curves)}")
+                ax.plot(range(1, len(smooth) + 1), smooth, linewidth=2,
+                        label=f"{label}, n = {len(curves)}", **style(n, len(smooth)))
             if key == "success" and (points := held_out_points(runs)):
-                ax.scatter(*zip(*points), color=color, edgecolor="black", zorder=3)
+                ax.scatter(*zip(*points), color=color, edgecolor="black", zorder=3, marker=marker)
     fig.suptitle(f"{title}\n{CAPTION}", fontsize=10)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8,
                ncols=min(6, len(groups)))
     axes[0].set_ylim(0, 1.02 if axes[0].get_ylim()[1] > 0.75 else None)
+    for ax in axes[:-1]:
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
     thick = [max(line.get_ydata()) for line in axes[-1].lines if line.get_linewidth() > 1]
     axes[-1].set_yscale("symlog", linthresh=0.01)
     axes[-1].set_yticks([0, 0.01, 0.1, 1, 10, 100, 1000])
