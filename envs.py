@@ -156,12 +156,12 @@ class ShopEpisode(Episode):
 
 def parse_action(text, fallback):
     """-> (action, valid). The action is the lower-cased text between the first <action> and the
-    first </action>, or the last `fallback` characters if there are no such tags. It is valid if
-    both pairs of tags are there and the response has no CJK character."""
+    first </action>, or the last `fallback` characters if they are not there in this order. It is
+    valid if both pairs of tags are there and the response has no CJK character."""
     low = text.lower()
     start, end = low.find("<action>"), low.find("</action>")
     if start < 0 or end < start:
-        return low[-fallback:], False
+        return low[max(0, len(low) - fallback):], False
     thought = 0 <= low.find("<think>") < low.find("</think>")
     action = low[start + len("<action>"):end].strip()
     return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
@@ -175,10 +175,10 @@ class Env:
         tasks(split) -> sorted ids, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with info as described above, truncated on turn `horizon`. Override what differs below."""
+    with info as above, returns within +-r_max, truncated on turn `horizon`. Override the rest."""
 
     flags = ("horizon",)  # the settings its constructor takes
-    horizon = 50  # turns an episode may take; its last step is truncated
+    horizon = 50  # turns an episode may take; the last one's step says truncated
     held_out = "test", 100  # the split and number of games of an evaluation
     categories = {}  # {info's category: column} of an evaluation
     episode = Episode  # the prompts

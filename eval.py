@@ -6,8 +6,8 @@
     python eval.py --table runs/*                           the paper's table, as Markdown
     python eval.py --plot runs/house-tiny-?                 the curves of training
 
-Runs whose folders differ only in a trailing -SEED form a group. Departure from the paper: a game is
-played once (or --repeats times); the framework's 128 draws with replacement hit about 84 games.
+Runs whose folders differ only in a trailing -SEED form a group. The framework draws 128 games with
+replacement (84 of valid_seen's 140 on average); here each is played once, or --repeats times.
 """
 import signal
 if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
@@ -34,7 +34,7 @@ from worlds.runs import (new_file, newest_checkpoint, read_json, read_log, read_
                          settings_of, verify, write_file)
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the framework's temperature
-EVALUATION = 5  # plus the attempt, this follows (seed, 0) in a seed; others have 0 to 4
+EVALUATION = 5  # the seed of an attempt is (seed, 0, EVALUATION + attempt); see train.ROLLOUT
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
@@ -259,9 +259,9 @@ def make_parser():
     add("--temperature", type=Temperature, default=TEMPERATURE, help="0 is greedy, as is what is "
         "below 0.001")
     add("--seed", type=Count, default=0)
-    add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or here")
+    add("--out", help="NAME.json, or where eval-SPLIT.json is replaced; default: the run, or here")
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
-        "training; react: all thoughts and turns; reflexion: several attempts with lessons")
+        "training; react: all thoughts, in window prompts; reflexion: also attempts with lessons")
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server; its key in OPENAI_API_KEY")
     for name, kind in SHARED.items():
         add(f"--{name}", help="default: the run's", **options_of(kind))
@@ -275,8 +275,10 @@ def complete(args):
     -> the folder of the run's weights, or None where --model is no run."""
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
-    final, config = Path(args.model, "final"), Path(args.model, "config.json")
-    weights = final if final.is_dir() else newest_checkpoint(args.model)
+    run = Path(args.model)
+    part = run.name in ("best", "final")  # of a run, whose settings lie beside it
+    config = Path(run.parent if part else run, "config.json")
+    weights = run if part else next(run.glob("final"), None) or newest_checkpoint(run)
     weights = weights if config.is_file() and not args.endpoint else None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
@@ -293,8 +295,7 @@ def complete(args):
             and k not in envs.known(args.env or known["env"]).flags]
     if idle:
         raise ValueError(f"{', '.join(idle)} does nothing with --env {args.env or known['env']}")
-    if args.temperature < 0.001:  # nothing else is left of the distribution
-        args.temperature = 0.0
+    args.temperature *= args.temperature >= 0.001  # below it only the likeliest word is left
     vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
     args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)

@@ -170,7 +170,7 @@ def token_scores(hidden, token, head, value_ids):
 
 class Scores(NamedTuple):
     logp: torch.Tensor  # (M,) log-probs of the response tokens, Eq. 3, at temperature 1
-    entropy: torch.Tensor  # (M,) of this model's policy where they stand, in nats
+    entropy: torch.Tensor  # (M,) of this model's policy at these tokens' positions, in nats
     p_v: torch.Tensor  # (N,) readouts before the responses, Eq. 1: V = R_max p_v
     p_q: torch.Tensor  # (N,) readouts after them: Q = R_max p_q
 

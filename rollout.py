@@ -46,9 +46,9 @@ class Rows:
         self.at = empty(dtype=torch.long)  # (R,) the position of the next token
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
         self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
-        self.u = empty(max_new + 1)  # the uniform numbers to draw with
-        self.tokens = empty(max_new + 1, dtype=torch.long)  # drawn; in u, tokens and logp the
-        self.logp = empty(max_new + 1)  # last column is where ended rows write
+        self.u = empty(max_new + 1)  # uniform numbers, a column for each token; the last column of
+        self.tokens = empty(max_new + 1, dtype=torch.long)  # these three serves rows that ended
+        self.logp = empty(max_new + 1)  # of the tokens
         self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
 
     def grow(self, rows, longest):
@@ -71,7 +71,7 @@ class Rows:
             getattr(self, name)[target] = getattr(self, name)[source]
 
     def update(self, k, v, layer_idx, *args, **kwargs):
-        """New k, v (R, H', T, D) -> all that may be read: `span` of rows `read`, by forward."""
+        """Writes k, v (R, H', T, D), reads `span` positions of rows `read`; see Sampler.forward."""
         keys, values, (row, at) = self.keys[layer_idx], self.values[layer_idx], self.write
         # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
         keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)
@@ -130,7 +130,7 @@ class Sampler:
         return len(self.added) + self.open
 
     def add(self, name, sequence, u):
-        """Queues a sequence under a name of the caller's choice."""
+        """Queues a sequence under a name that no queued or open one has; u: max_new uniforms."""
         if not 0 < len(sequence) <= self.limit:
             raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
@@ -157,7 +157,7 @@ class Sampler:
     def forget(self):
         """Forgets every sequence. The memory stays, because captured graphs point into it."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
-        self.seen = None  # the look that is still to be read
+        self.seen = None  # the last look(), which collect() has not read yet
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
 
@@ -435,8 +435,8 @@ def next_prompts(lm, asks, limit):
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """One trajectory, a coroutine: yields (texts, ids before) and is sent the prompt; yields None
-    and is sent the game's or the model's answer; ends with the pair None, (turns, episode)."""
+    """A coroutine for one trajectory: yields (texts, ids before), and is sent one (text, its ids);
+    yields None, and is sent a game's answer or a Response; yields last (None, (turns, episode))."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))
@@ -497,11 +497,11 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
         while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
             due.append(thinking.popleft()[0])
         said = {traj: plays[traj].send(answer) for traj, answer in zip(due, pool.gather(due))}
-        asks = {traj: ask for traj, ask in said.items() if ask[0]}
+        asks = {traj: ask for traj, ask in said.items() if ask[0]}  # else it is over
         for traj, prompt in zip(asks, next_prompts(sampler.lm, asks.values(), sampler.limit)):
             said[traj] = plays[traj].send(prompt)
         for traj, over in said.items():
-            if over:
+            if over:  # None where the model is to answer
                 del plays[traj]
                 yield traj, *over[1]
 

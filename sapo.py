@@ -15,7 +15,7 @@ Equations are numbered as LaTeX numbers them in the paper. `# SAPO:` marks what 
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p.
-A loss is a sum over `denom`. Where denom counts the tokens or turns of all micro-batches and ranks,
+A loss is a sum divided by `denom`. If it counts tokens or turns of all micro-batches and ranks,
 their losses add up to the whole (so sum gradients over ranks, do not average), as do the numbers
 of an `info` except *_max. The advantage comes from V alone; Q is trained beside it.
     python sapo.py       works one small trajectory by hand. Copy the file: it needs torch alone.
@@ -86,7 +86,8 @@ def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, 
 
     invalid (N,)  turns whose action could not be parsed; they are charged c_inv first
     valid (N,)    turns that enter mean and std (None: all); the others get 0
-    group         torch.distributed process group whose ranks share them (None: no reduction)"""
+    group         the ranks, as torch.distributed groups them, that share both (None: one rank)"""
+    denominator(1, valid, adv, invalid)  # for its ValueError where shapes differ
     counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
     charged = torch.where(counts > 0, charged, 0.0)
@@ -97,8 +98,7 @@ def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, 
         return x
 
     count, mean = total(torch.stack([counts.sum(), (counts * charged).sum()])).unbind()
-    count = count.clamp(min=1)
-    mean = mean / count
+    mean = mean / (count := count.clamp(min=1))
     variance = total((counts * (charged - mean) ** 2).sum()) / count  # two passes: no cancellation
     normalized = (charged - mean) / (variance.sqrt() + eps)  # Eq. 7
     return torch.where(counts > 0, normalized, 0.0).to(adv.dtype)
@@ -117,7 +117,7 @@ def denominator(denom, mask, *tensors):
     ValueError where shapes differ: broadcast, they would give a wrong loss without a word."""
     shapes = [tuple(x.shape) for x in (*tensors, mask) if x is not None]
     if len({*shapes}) > 1:
-        raise ValueError(f"the tensors of a loss must have one shape; these have {shapes}")
+        raise ValueError(f"tensors must have one shape; these have {shapes}")
     if denom is not None:
         return denom
     return max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)
@@ -214,7 +214,7 @@ def explained_variance(value, target):
 
 
 # -------------------------------------------------------------------------------- the baselines
-# The estimators of the methods SAPO is compared with. Tensors are (N,) over turns in any order.
+# The other methods' estimators, (N,) over turns in any order. Scores and rewards must be floats.
 
 
 def per_trajectory(traj, group, score):

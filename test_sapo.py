@@ -3088,6 +3088,12 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
     best = load(str(run / "best")).model.state_dict()
     final = load(str(run / "final")).model.state_dict()
     assert not all(x.equal(best[name]) for name, x in final.items())
+    for part in ("best", "final"):  # either is evaluated as the run was
+        args = evaluation.make_parser().parse_args(["--model", f"{run}/{part}"])
+        assert evaluation.complete(args) == run / part
+        assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
+    stray = evaluation.make_parser().parse_args(["--model", str(tmp_path / "none" / "best")])
+    assert evaluation.complete(stray) is None and stray.max_new == 512
 
 
 def test_intervals_and_tables():

@@ -204,11 +204,11 @@ def score_old(lm, played, batches, config):
 def turn_level_targets(played, v, q, config):
     """Lines 4 and 5, with V_old and Q_old (N,) in units of return -> Targets. Statistics are taken
     over all turns of the iteration."""
-    rewards = played.traj, played.turn, played.reward
-    adv, y_v, y_q = turn_targets(*rewards, played.done, v, q, gamma=config.gamma, lam=config.lam)
+    paid = played.traj, played.turn, played.reward
+    adv, y_v, y_q = turn_targets(*paid, played.done, v, q, gamma=config.gamma, lam=config.lam)
     adv = normalize_advantages(adv, invalid=played.invalid, c_inv=config.c_inv,
                                group=everyone())  # SAPO: one rollout per task, one mean for all
-    return Targets(adv[played.turn_of], v, q, discounted_returns(*rewards, gamma=config.gamma),
+    return Targets(adv[played.turn_of], v, q, discounted_returns(*paid, gamma=config.gamma),
                    y_v / config.r_max, y_q / config.r_max)
 
 
@@ -235,7 +235,7 @@ class Learner:
         return turn_level_targets(played, v, q, self.config)
 
     def loss(self, micro, old, ref, targets, tokens, turns):
-        """The joint forward (line 6) and Eq. 12 on a micro-batch -> (loss, info)."""
+        """Line 6, Eq. 12 of a micro-batch -> (loss, info). tokens, turns: counts on all ranks."""
         c, m, n = self.config, micro.tokens, micro.turns
         return sapo_loss(
             *self.lm.score(micro.batch), logp_old=old.logp[m], adv=targets.adv[m],
@@ -272,7 +272,7 @@ class Learner:
 
 def take_step(model, optimizer, mini, config, loss_of):
     """One optimizer step on the sum of loss_of(micro) -> (loss, info) over the micro-batches of all
-    ranks -> the infos' sums (of *_max: maxima). A step that is not finite is not taken."""
+    ranks -> the infos' sums (*_max: maxima; shares: <= 1). One that is not finite is not taken."""
     model.zero_grad(set_to_none=True)
     model.train(config.checkpointing)  # transformers recomputes activations in this mode alone
     infos = []
@@ -310,13 +310,13 @@ def sampler_for(lm, config, temperature=1.0):
 
 @dataclass(frozen=True)
 class Config:
-    """The paper's settings where it gives them, else its framework's (verl-agent's), else ours."""
+    """The paper's settings, else verl-agent's, else ours. A comment is its flag's --help."""
 
     env: str = "house"  # house, alfworld or webshop
     model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name (Qwen2.5-1.5B), a folder
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: its catalogue's
     goals: str = "synthetic"  # webshop: synthetic or human
-    out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO]-SEED
+    out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: Count = 0  # random seed
     iterations: Count = 150  # of rollout and update; the learning rate reaches lr_end after them
     algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
@@ -333,20 +333,20 @@ class Config:
     places: Size = 5  # house: its size
     objects: Size = 4  # house: things that can be carried
     max_new: Size = 512  # tokens a response may take
-    max_prompt: Size = None  # tokens a window prompt may take; default the environment's
+    max_prompt: Size = None  # tokens a window prompt may take (full: unused); default the env's
     max_context: Size = None  # tokens a conversation may take; default the model's limit
     workers: Workers = None  # processes that play; default 0 for house, else one per core, to 16
 
     gamma: Share = 0.95  # discount per turn
     lam: Share = 0.95  # lambda of GAE over turns, Eq. 5
-    r_max: Positive = 10.0  # R_max, Eq. 2: returns lie in [-R_max, R_max]
-    tau_v: Positive = 1.0  # value temperature, Eq. 1
+    r_max: Positive = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]; nothing checks it
+    tau_v: Positive = 1.0  # value temperature, Eq. 1; not taken over from a trained --model
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
-    c_inv: Weight = 0.1  # charge on a turn that cannot be parsed, Eq. 7
+    c_inv: Weight = 0.1  # charge on a turn that cannot be parsed, Eq. 7; grpo etc.: after the std
     clip: Positive = 0.2  # epsilon, Eq. 9
     clip_v: Positive = 0.2  # epsilon_V, Eq. 10
     clip_q: Positive = 0.2  # epsilon_Q
-    c_v: Weight = 0.5  # weight of V's loss, Eq. 12
+    c_v: Weight = 0.5  # weight of V's loss, Eq. 12; at 0, GAE takes V as 0: decay by gamma lam
     c_q: Weight = 0.25  # weight of Q's loss
     beta: Weight = 0.01  # weight of the KL to the model SAPO started from
     c_h: Weight = 0.001  # weight of the entropy
@@ -361,7 +361,7 @@ class Config:
     checkpointing: bool = False  # recompute activations: less memory, a third more time
     moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
 
-    eval_games: Count = None  # held-out games; default: the environment's, or --tasks if small
+    eval_games: Count = None  # held-out games; default the env's, or (not house) --tasks below 64
     eval_every: Count = 0  # iterations between evaluations while training, whose best is kept
     save_every: Size = None  # iterations between checkpoints; default: they take 1/20 of the time
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
@@ -374,7 +374,7 @@ PRESETS = {
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
                  tokens_per_micro_batch=4096)}
 GRAD_CLIP = 1.0  # the framework's, as is AdamW's weight decay of 0.01
-ROLLOUT, SHUFFLE, TASKS = range(3)  # last word of a seed; imitate.py has 3 and 4, eval.py 5 to 7
+ROLLOUT, SHUFFLE, TASKS = range(3)  # what a seed is for; imitate.py has 3 and 4, eval.py 5 to 7
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
 MAY_CHANGE = {"iterations", "save_every", "workers", "data", "out", "resume", "rows",
