@@ -172,16 +172,18 @@ def parse_action(text, fallback):
 class Env:
     """An environment of your own inherits this, and has besides
 
-        tasks(split) -> sorted ids, of the splits "train" and held_out[0]
+        tasks(split) -> sorted ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with info as above, returns within +-r_max, truncated on turn `horizon`. Override the rest."""
+    with info as above, returns within +-r_max, truncated on turn `horizon`. The first obs says what
+    the task is. Commands are in lower case, because actions are. tools/imitate.py also needs
+    advice(forgetful) -> (thought, command), what a demonstrator does. Override the rest."""
 
-    flags = ("horizon",)  # the settings its constructor takes
+    flags = ("horizon",)  # which of train.py's settings, and defaults, its constructor takes
     horizon = 50  # turns an episode may take; the last one's step says truncated
     held_out = "test", 100  # the split and number of games of an evaluation
     categories = {}  # {info's category: column} of an evaluation
-    episode = Episode  # the prompts
+    episode = Episode  # the prompts, which speak of a household; inherit them for other words
     max_prompt = 2048  # tokens a prompt may take
     fallback = 30  # characters taken as the action if the response has no tags
     graded = False  # whether info's score can lie between 0 and 1
@@ -547,7 +549,10 @@ def make_env(name, **options):
 def tasks(name, split, **options):
     """The sorted task ids of a split: train or test of house; train, valid_seen or valid_unseen of
     alfworld; train, valid, test, test_500, eval_1000 or train_rest of webshop."""
-    return make_env(name, **options).tasks(split)
+    ids = make_env(name, **options).tasks(split)
+    if not len(ids):
+        raise ValueError(f"--env {name} has no tasks in the split {split!r}")
+    return ids
 
 
 def options_for(given):
@@ -581,6 +586,13 @@ class GameError(RuntimeError):
     """An environment failed, or kills its worker again and again. Names the game."""
 
 
+def checked(info):
+    """What an environment says of a turn; NumPy's types would not become JSON."""
+    return {"admissible": [str(command) for command in info["admissible"]],
+            "task": str(info["task"]), "category": info["category"], "won": bool(info["won"]),
+            "score": float(info["score"])}
+
+
 class Games:
     """Many games in one process: the worker's half of the pool."""
 
@@ -596,13 +608,13 @@ class Games:
         if not self.ready.get(task):
             self.load(task)
         self.playing[number], obs, info = self.ready[task].pop()
-        return obs, info
+        return str(obs), checked(info)
 
     def step(self, number, action):
-        answer = self.playing[number].step(action)
-        if answer[2] or answer[3]:  # terminated or truncated
+        obs, reward, terminated, truncated, info = self.playing[number].step(action)
+        if terminated or truncated:
             self.drop(number)
-        return answer
+        return str(obs), float(reward), bool(terminated), bool(truncated), checked(info)
 
     def drop(self, number):
         if number in self.playing:
@@ -700,6 +712,9 @@ class Pool:
         self.ask(key, "start", task)
 
     def step(self, key, action):
+        game, most = self.games[key], self.options.get("horizon", self.env.horizon)
+        if len(game.asked) > most:  # it was started, and has made so many steps
+            raise GameError(f"{self.name}: game {game.task} goes on after {most} turns")
         self.ask(key, "step", action)
 
     def drop(self, key):

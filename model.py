@@ -129,15 +129,15 @@ def choose(logits, u, value_ids, temperature):
 
 # ------------------------------------------------------------------------------- actor and critic
 
-def attend(module, query, key, value, mask, scaling=None, **kwargs):
+def attend(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
     """Attention for transformers' decoders: query (R, H, T, D), key and value (R, H', S, D) with H'
-    dividing H, mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None. K and V are
+    dividing H, a mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None. K and V are
     never repeated for the G = H / H' heads that share them."""
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name}")
-    groups, sdpa = query.shape[1] // key.shape[1], F.scaled_dot_product_attention
-    grouped = query.unflatten(1, (-1, groups))  # (R, H', G, T, D)
+    mask, sdpa = attention_mask, F.scaled_dot_product_attention
+    grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, D
     if mask is None:  # enable_gqa is fast only without a mask
         shared = {"enable_gqa": True} if groups > 1 else {}  # compiled, groups > 1 is no bool
         out = sdpa(query, key, value, is_causal=True, scale=scaling, **shared)
@@ -177,8 +177,8 @@ class Scores(NamedTuple):
 
 @dataclass
 class ActorCritic:
-    """A causal LM and how it is read. value_ids = (w+, w-); stop_ids end a response; tau_v is that
-    of Eq. 1, r_max that of Eq. 2. dataclasses.replace(lm, compile=True) compiles scoring."""
+    """A causal LM and how it is read: value_ids = (w+, w-), stop_ids end a response, tau_v, r_max
+    of Eq. 1 and 2. The model gets an attention without attention_mask, so pad on the right."""
 
     model: torch.nn.Module
     tokenizer: object
@@ -187,11 +187,11 @@ class ActorCritic:
     stop_ids: tuple
     tau_v: float = 1.0
     r_max: float = 10.0
-    compile: bool = False
+    compile: bool = False  # scoring
 
     def __post_init__(self):
         if all_full(self.model.base_model):
-            self.model.config._attn_implementation = "folded"
+            self.model.set_attn_implementation("folded")
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
@@ -361,7 +361,7 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0, r_max=10.0):
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
     text uses. ValueError where the model cannot be served."""
-    chat, rows = Chat(tokenizer), len(model.get_output_embeddings().weight)
+    chat, rows = Chat(tokenizer), len(model.eval().get_output_embeddings().weight)
     if max(tokenizer.get_vocab().values()) >= rows:
         raise ValueError(f"the tokenizer has more words than the model has rows, {rows}")
     stop_ids = stop_ids_of(model, tokenizer, chat)

@@ -130,7 +130,7 @@ class Sampler:
         return len(self.added) + self.open
 
     def add(self, name, sequence, u):
-        """Queues a sequence under a name that no queued or open one has; u: max_new uniforms."""
+        """Queues a list of ids under a name, not None, that no open one has; u: max_new uniforms."""
         if not 0 < len(sequence) <= self.limit:
             raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
@@ -155,7 +155,7 @@ class Sampler:
         return [responses[name] for name in names]
 
     def forget(self):
-        """Forgets every sequence. The memory stays, because captured graphs point into it."""
+        """Forgets all sequences, as is due when weights change. Captured graphs keep the memory."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
         self.seen = None  # the last look(), which collect() has not read yet
         self.names = []  # the caller's key of each row, None where the row is free
@@ -366,7 +366,8 @@ class Sampler:
             return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
         model, own = lm.model, (lm.model.generation_config, lm.model.config._attn_implementation)
-        model.generation_config, model.config._attn_implementation = GenerationConfig(), "sdpa"
+        plain = own[1].replace("folded", "sdpa")  # which knows the mask of the padding
+        model.generation_config, model.config._attn_implementation = GenerationConfig(), plain
         try:  # without the model's own settings, of which a top-k would change the policy
             out = model.generate(
                 ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
@@ -469,11 +470,10 @@ def play(traj, task, sampler, pool, seed, prompts):
 
 def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2,
                  prompts=None):
-    """Plays every task once, `rows` of them side by side (default: all), and yields (traj, turns,
-    episode) of each trajectory as soon as it is over. `trajs` names the trajectories (default 0, 1,
-    ...); with `seed` it decides the random numbers. prompts(traj, turns, episode) may give other
-    texts than Episode.prompts. An episode whose next prompt does not fit the sampler ends as
-    truncated, and without a turn if it was the first.
+    """Plays every task once, `rows` side by side (default: all), and yields (traj, turns, episode)
+    of each as soon as it is over. `trajs` names them (default 0, 1, ...) and decides, with `seed`,
+    the random numbers. prompts(traj, turns, episode) may give other texts than the game's. An
+    episode whose next prompt does not fit ends as truncated, without a turn if it was the first.
 
     A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
     compute than rows are decoded, and waited for if need be. So what is decoded together does not

@@ -1936,6 +1936,24 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     assert hub_id("a/b") == "a/b" and hub_id("no-such-model") == "no-such-model"
 
 
+def test_a_model_that_cannot_take_our_attention_keeps_its_own_and_stays_causal():
+    """Bloom's class calls no attention function by name. With dropout, as from_config makes it."""
+    base = load("tiny", words=envs.words())
+    config = AutoConfig.for_model(
+        "bloom", vocab_size=len(base.tokenizer) + 2, hidden_size=32, n_layer=2, n_head=4,
+        hidden_dropout=0.3, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    torch.manual_seed(0)
+    lm = actor_critic(AutoModelForCausalLM.from_config(config), base.tokenizer)
+    assert lm.model.config._attn_implementation == "eager" and not lm.model.training
+    one, other = torch.randint(5, 300, (2, 1, 12))
+    other[0, :8] = one[0, :8]
+    with torch.no_grad():
+        assert lm.body(one)[0, :8].equal(lm.body(other)[0, :8])
+    response, = Sampler(lm, "hf", max_new=5)([0], [[5, 6, 7]], torch.rand(1, 5))
+    batch = make_batch([([5, 6, 7] + response.ids, [(3, 3 + len(response.ids))])])
+    assert lm.score(batch).logp.tolist() == pytest.approx(response.logp, abs=1e-5)
+
+
 def test_a_head_that_changes_its_logits_is_refused_and_each_model_attends_by_its_own_function():
     lm = random_model("qwen2", 1)
     assert lm.model.config._attn_implementation == "folded"
@@ -2938,7 +2956,7 @@ class Corridor(envs.Env):
 
     def reset(self, task):
         self.at, self.turn = 0, 0
-        return "You are in room 0.", self.info()
+        return "You are in room 0. Your task is to: find the door.", self.info()
 
     def info(self):
         won = self.at == self.places
@@ -2972,6 +2990,25 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
                       ("json:JSONDecoder", "inherits envs.Env"), ("corridor", "MODULE:CLASS")):
         with pytest.raises(SystemExit, match=why):
             run_main(train, monkeypatch, "--env", name)
+
+
+@pytest.mark.parametrize("old, new, says", [
+    ('reward, info["won"], late', "reward, late", "not enough values to unpack"),
+    ('"category": "corridor", ', "", "KeyError: 'category'"),
+    ('envs.REWARD * info["won"]', "'good'", "could not convert string to float: 'good'"),
+    ('late and not info["won"]', "False", "goes on after 6 turns"),
+    ("100 if", "0 if", "no tasks in the split 'train'"),
+    ('f"{split}-{n}" for', "n for", None),
+    ("self.at == self.places", "np.bool_(self.at == self.places)", None)])
+def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, new, says):
+    """What is right, though its tasks are numbers or its types NumPy's, is played."""
+    assert MY_ENV.count(old) == 1
+    name = tmp_path.name  # modules are kept by their names
+    (tmp_path / f"{name}.py").write_text("import numpy as np\n" + MY_ENV.replace(old, new))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=says) if says else contextlib.nullcontext():
+        run_main(train, monkeypatch, "--env", f"{name}:Corridor", "--tasks", 2, "--iterations", 1,
+                 "--eval_games", 2, "--out", "run")
 
 
 def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch):

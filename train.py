@@ -577,9 +577,9 @@ def run(config):
             checkpoint = newest_checkpoint(out) if config.resume else None
             begin_folder(out, dataclasses.asdict(config), held, checkpoint)
             before = evaluate(lm, pool, config, path=f"{out}/before.json")
-            say("before training: " + ", ".join(
+            say("before training: " + (", ".join(
                 f"success {evaluation.share(its)['success']:.1%} on {len(its)} held-out games at "
-                f"T = {t:g}" for t, its in before.items()) or "no evaluation, --eval_games is 0")
+                f"T = {t:g}" for t, its in before.items()) or "no evaluation, --eval_games is 0"))
             train(lm, pool, config, checkpoint)
             after = evaluate(lm, pool, config) if config.iterations else before
             peak = max(gather([peak_memory()]))
