@@ -351,7 +351,7 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
         (model, tokenizer), ours = tiny(*words, seed=seed), {}
     else:
         model, tokenizer, ours = pretrained(name, dtype)
-    model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for p in model.parameters():  # buffers stay: RoPE's frequencies must not be rounded
         p.data = p.data.to(dtype)
     return actor_critic(model, tokenizer, value_tokens, ours.get("value_ids"),

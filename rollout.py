@@ -130,7 +130,7 @@ class Sampler:
         return len(self.added) + self.open
 
     def add(self, name, sequence, u):
-        """Queues a list of ids under a name, not None, that no open one has; u: max_new uniforms."""
+        """Queues a list of ids under a name (not None) that is not in use; u: max_new uniforms."""
         if not 0 < len(sequence) <= self.limit:
             raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
