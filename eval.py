@@ -256,8 +256,7 @@ def make_parser():
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--repeats", type=Size, default=1, help="how often every game is played")
-    add("--temperature", type=Temperature, default=TEMPERATURE, help="0 is greedy, as is what is "
-        "below 0.001")
+    add("--temperature", type=Temperature, default=TEMPERATURE, help="greedy below 0.001")
     add("--seed", type=Count, default=0)
     add("--out", help="NAME.json, or where eval-SPLIT.json is replaced; default: the run, or here")
     add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
@@ -295,7 +294,8 @@ def complete(args):
             and k not in envs.known(args.env or known["env"]).flags]
     if idle:
         raise ValueError(f"{', '.join(idle)} does nothing with --env {args.env or known['env']}")
-    args.temperature *= args.temperature >= 0.001  # below it only the likeliest word is left
+    if args.temperature < 0.001:  # nothing else is left of the distribution
+        args.temperature = 0.0
     vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
     args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
     args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)

@@ -98,8 +98,8 @@ def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, 
         return x
 
     count, mean = total(torch.stack([counts.sum(), (counts * charged).sum()])).unbind()
-    mean = mean / (count := count.clamp(min=1))
-    variance = total((counts * (charged - mean) ** 2).sum()) / count  # two passes: no cancellation
+    mean = mean / count.clamp(min=1)  # in a pass of its own: no cancellation in the variance
+    variance = total((counts * (charged - mean) ** 2).sum()) / count.clamp(min=1)
     normalized = (charged - mean) / (variance.sqrt() + eps)  # Eq. 7
     return torch.where(counts > 0, normalized, 0.0).to(adv.dtype)
 

@@ -111,14 +111,15 @@ def tables(groups, half):
     means = {label: measured(runs, half) for label, runs in groups.items()}
     short = {label: sum(not episodes_until(run.lines, half)[1] for run in runs)
              for label, runs in groups.items()}  # how many runs do not reach it
+    for label in filter(short.get, groups):
+        means[label][HALF] = means[label][HALF]._replace(error=float("nan"))
     first, *others = groups
     heads = [head for head in MEASURES if all(head in its for its in means.values())]
     rows = [["run", "seeds", *heads]]
     for label, runs in groups.items():
         its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
         if short[label]:
-            its[HALF] = (f"≥ {means[label][HALF].mean:.0f} "
-                         f"({len(runs) - short[label]} of {len(runs)} do)")
+            its[HALF] = f"≥ {its[HALF]} ({len(runs) - short[label]} of {len(runs)} do)"
         its |= {head: "–" for head in heads[-2:] if not means[label][head].mean}
         rows.append([label, str(len(runs)), *its.values()])
     heads = heads[:-2]  # all but what is explained
@@ -126,10 +127,10 @@ def tables(groups, half):
     for label in others:
         its = {head: means[label][head].minus(means[first][head]).text(MEASURES[head][1], "+")
                for head in heads}
-        if short[first] or short[label]:
-            bound = means[label][HALF].mean - means[first][HALF].mean
-            its[HALF] = "–" if short[first] and short[label] else (
-                f"{'≤' if short[first] else '≥'} {bound:+.0f}")
+        if short[first]:
+            its[HALF] = "–" if short[label] else f"≤ {its[HALF]}"
+        elif short[label]:
+            its[HALF] = f"≥ {its[HALF]}"
         less.append([label, *its.values()])
     return f"{markdown(rows)}\n\n{markdown(less)}"
 

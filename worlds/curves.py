@@ -28,7 +28,7 @@ def draw(groups, title, path):
         ax.set(title=panel, xlabel="iteration")
         ax.grid(True, alpha=0.3)
         for n, (label, runs) in enumerate(groups.items()):
-            color, marker = (style(n, 1)[key] for key in ("color", "marker"))
+            color = COLORS[n % len(COLORS)]
             curves = [[line[key] for line in run.lines] for run in runs]
             curves = [curve for curve in curves if any(curve) or key == "success"]
             for curve in curves:
@@ -38,7 +38,8 @@ def draw(groups, title, path):
                 ax.plot(range(1, len(smooth) + 1), smooth, linewidth=2,
                         label=f"{label}, n = {len(curves)}", **style(n, len(smooth)))
             if key == "success" and (points := held_out_points(runs)):
-                ax.scatter(*zip(*points), color=color, edgecolor="black", zorder=3, marker=marker)
+                ax.scatter(*zip(*points), color=color, edgecolor="black", zorder=3,
+                           marker=MARKERS[n % len(MARKERS)])
     fig.suptitle(f"{title}\n{CAPTION}", fontsize=10)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8,
                ncols=min(6, len(groups)))
