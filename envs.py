@@ -179,7 +179,7 @@ class Env:
     the task is. Commands are in lower case, because actions are. tools/imitate.py also needs
     advice(forgetful) -> (thought, command), what a demonstrator does. Override the rest."""
 
-    flags = ("horizon",)  # which of train.py's settings, and defaults, its constructor takes
+    flags = ("horizon",)  # which of train.py's settings its constructor takes
     horizon = 50  # turns an episode may take; the last one's step says truncated
     held_out = "test", 100  # the split and number of games of an evaluation
     categories = {}  # {info's category: column} of an evaluation

@@ -28,7 +28,7 @@ import torch
 import envs
 from model import load
 from rollout import Sampler, next_prompts, trajectories, uniforms
-from worlds.machine import (Count, Parser, Size, Temperature, barrier, gather, join_ranks,
+from worlds.machine import (Count, Parser, Size, Temperature, Workers, barrier, gather, join_ranks,
                             one_line_errors, options_of, progress, rank, typed, world)
 from worlds.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
                          settings_of, verify, write_file)
@@ -83,15 +83,15 @@ def wilson(k, n):
     return max(0.0, (middle - half) / (n + zz)), min(1.0, (middle + half) / (n + zz))
 
 
-def independent(records):
+def independent(records, key="won"):
     """How many independent episodes would say as much: fewer where repeats of a game end alike."""
-    games, p = {}, np.mean([r["won"] for r in records] or [0])
+    games, spread = {}, np.var([r[key] for r in records] or [0])
     for r in records:
-        games.setdefault(r["task"], []).append(r["won"])
-    if len(games) in (0, 1, len(records)) or not 0 < p < 1:
+        games.setdefault(r["task"], []).append(r[key])
+    if len(games) in (0, 1, len(records)) or not spread:
         return len(games)
-    variance = np.var([np.mean(won) for won in games.values()], ddof=1)
-    return min(len(records), p * (1 - p) * len(games) / max(variance, 1e-9))
+    variance = np.var([np.mean(its) for its in games.values()], ddof=1)
+    return min(len(records), spread * len(games) / max(variance, 1e-9))
 
 
 def share(records):
@@ -106,7 +106,7 @@ def report(records):
     scores = np.array([r["score"] for r in records] or [0.0])
     return share(records) | {
         "score": float(scores.mean()),
-        "score_half": float(1.96 * scores.std() / len(scores) ** 0.5),
+        "score_half": float(1.96 * scores.std() / max(1, independent(records, "score")) ** 0.5),
         "success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
         "turns": float(np.mean([r["turns"] for r in records] or [0.0]))}
 
@@ -246,7 +246,7 @@ def setting(config):
 SHARED = {"env": str, "data": str, "goals": str, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"], "rows": Size,
           "horizon": Size, "history": Count, "max_new": Size, "max_prompt": Size,
-          "max_context": Size, "places": Size, "objects": Size, "workers": Count}  # train.py's too
+          "max_context": Size, "places": Size, "objects": Size, "workers": Workers}  # train.py's
 
 
 def make_parser():

@@ -171,7 +171,7 @@ class Sampler:
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
         if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.ahead = 4 if self.gpu else 0  # steps before each look, which is read after the next
+        self.ahead = 4 if self.gpu else 0  # steps before each look, read when the next is queued
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
         try:
             self.check()
@@ -257,7 +257,7 @@ class Sampler:
         _, span = self.bucket(1, max(map(sum, zip(start, length))) if any(start) else 0)
         ids = np.array([x + [0] * (width - len(x)) for x in new])
         parts = index, start, length, ids.ravel(), np.ravel(u)
-        parts = sent(np.concatenate(parts), self.lm.device).split([len(x) for x in parts])
+        parts = sent(np.concatenate(parts), self.lm.device).split([len(x) for x in parts])  # 1 copy
         index, start, length, ids = (x.long() for x in parts[:4])  # float64 held them exactly
         column = torch.arange(width, device=ids.device)
         at = torch.where(column < length[:, None], start[:, None] + column, rows.longest)
@@ -265,7 +265,7 @@ class Sampler:
         hidden = hidden[torch.arange(len(chunk), device=ids.device), length - 1]
         rows.u[index, :-1] = parts[4].view(len(chunk), -1).float()
         rows.at[index], rows.hidden[index] = start + length, hidden
-        rows.count.index_fill_(0, index, 0), rows.going.index_fill_(0, index, True)
+        rows.count.index_fill_(0, index, 0), rows.going.index_fill_(0, index, True)  # no copy
         rows.p[index, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
 
     def reserve(self, rows, longest):
@@ -278,7 +278,7 @@ class Sampler:
             had.grow(*size)
 
     def bucket(self, n, span):
-        """Rounds up: few graphs, none for a single row alone, no mask copied for its odd width."""
+        """On a GPU, both rounded up: fewer graphs to capture, never one row alone, even masks."""
         if not self.gpu:
             return n, span
         step, wide = 2 if n <= 2 else 4 if n <= 16 else 16, 256 if span <= 4096 else 1024
@@ -405,7 +405,7 @@ class Turn:
     reward: float
     done: bool  # the episode ended after this turn
     truncated: bool  # it was cut short, at the horizon or as `outgrown`
-    invalid: bool  # the response could not be parsed
+    invalid: bool  # the response breaks the format; see envs.parse_action
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool
     score: float  # the environment's, 0 to 1
@@ -440,23 +440,23 @@ def play(traj, task, sampler, pool, seed, prompts):
     yields None, and is sent a game's answer or a Response; yields last (None, (turns, episode))."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
-    episode = pool.env.episode(*(yield))
+    episode = pool.env.episode(*(yield))  # the game's first answer
     lm, turns, before = sampler.lm, [], []
     while not (turns and turns[-1].done):
-        prompt, ids = yield prompts(traj, turns, episode), before
+        prompt, ids = yield prompts(traj, turns, episode), before  # the text that fits
         if len(before) + len(ids) > sampler.limit:
             if turns:
                 turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
             pool.drop(traj)
             break
         sampler.add(traj, before + ids, uniforms(seed, traj, len(turns), sampler.max_new))
-        response = yield
+        response = yield  # the sampler's
         if sampler.context == "full":
             before = before + ids + response.ids
         text = lm.text(response.ids)
         action, valid = parse_action(text, pool.env.fallback)
         pool.step(traj, action)
-        obs, reward, terminated, truncated, info = yield
+        obs, reward, terminated, truncated, info = yield  # the game's answer
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=float(reward),

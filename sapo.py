@@ -84,8 +84,8 @@ def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, 
     """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. One turn, or
     equal ones, give 0 up to rounding, never NaN.
 
-    invalid (N,)  turns whose action could not be parsed; they are charged c_inv first
-    valid (N,)    turns that enter mean and std (None: all); the others get 0
+    invalid (N,)  turns whose response breaks the format; they are charged c_inv first
+    valid (N,)    turns that count, as padding does not (None: all); the others get 0
     group         the ranks, as torch.distributed groups them, that share both (None: one rank)"""
     denominator(1, valid, adv, invalid)  # for its ValueError where shapes differ
     counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
@@ -318,7 +318,7 @@ def main():
     adv, y_v, y_q = turn_targets(torch.zeros(4), torch.arange(4), reward, done, v, q,
                                  gamma=0.95, lam=0.95)
     adv_hat = normalize_advantages(adv, invalid=torch.tensor([0, 0, 1, 0]), c_inv=0.1)
-    print("A task solved in four turns. The third action could not be parsed.\n")
+    print("A task solved in four turns. The third answer breaks the format.\n")
     print(f"{'turn  action':34}{'r':>6}{'V':>6}{'Q':>6}   A (5)  y_V (6)  y_Q (6)  A^ (7)")
     for t, action in enumerate(actions):
         print(f"{t + 1:>4}  {action:28}{reward[t]:6.1f}{v[t]:6.1f}{q[t]:6.1f}"

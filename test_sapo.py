@@ -1273,6 +1273,8 @@ def test_shop_prompts(shop_data):
 def test_observations_have_keys_of_64_bits():
     keys = envs.keys_of(["a page", "another", "a page", "\ud800"])
     assert keys.dtype == "uint64" and keys[0] == keys[2] and len(set(keys.tolist())) == 3
+
+
 # ------------------------------------------------------------------------------ model and rollout
 
 
@@ -3160,6 +3162,8 @@ def test_intervals_and_tables():
     assert 150 < independent(unrelated) <= 400
     assert independent(rows([[1], [0], [1]])) == 3 and independent(rows([[0, 0], [0, 0]])) == 2
     assert independent([]) == 0
+    graded = [r | {"score": 0.25 + 0.5 * r["won"]} for r in same]  # what counts is how it varies
+    assert independent(graded, "score") == pytest.approx(4)
 
 
 def a_run(folder, success, seconds, env="house", **config):

@@ -128,7 +128,7 @@ class Targets(NamedTuple):
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
     returns: torch.Tensor  # (N,) the discounted return from each turn (PPO: undiscounted)
-    y_v: torch.Tensor = None  # (N,) Eq. 6, over R_max, as are the next three
+    y_v: torch.Tensor = None  # (N,) Eq. 6; this and the next three are over R_max
     y_q: torch.Tensor = None
     value_old: torch.Tensor = None
     value_target: torch.Tensor = None
@@ -190,7 +190,7 @@ def score_old(lm, played, batches, config):
     -> Scores, and how far the log-probs of the sampler are from those of the pass on average."""
     micros = [micro for mini in batches for micro in mini]
     if config.old == "rollout":
-        micros = micros[len(micros) // 2:][:1]
+        micros = micros[-1:]  # its sequences are long
     scores = score_all(lm, [micros])  # SAPO: no second model is run
     own = torch.cat([played.logp[micro.tokens] for micro in micros] or [played.logp])
     sums = gather([((scores.logp - own).abs().double().sum().item(), len(own))])
@@ -342,7 +342,7 @@ class Config:
     r_max: Positive = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]; nothing checks it
     tau_v: Positive = 1.0  # value temperature, Eq. 1; not taken over from a trained --model
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
-    c_inv: Weight = 0.1  # charge on a turn that cannot be parsed, Eq. 7; grpo etc.: after the std
+    c_inv: Weight = 0.1  # charge on a turn that breaks the format, Eq. 7; grpo etc.: after the std
     clip: Positive = 0.2  # epsilon, Eq. 9
     clip_v: Positive = 0.2  # epsilon_V, Eq. 10
     clip_q: Positive = 0.2  # epsilon_Q
@@ -461,8 +461,8 @@ def summary(turns, targets, steps, used, categories):
     """One line of metrics.jsonl, over all ranks:
 
     success, score, success_by_category   of the iteration's episodes, sampled at temperature 1
-    valid_actions, admissible_actions     shares of turns: with both pairs of tags; with a command
-                                          that the game offered
+    valid_actions, admissible_actions     shares of turns: in the right format; with a command that
+                                          the game offered
     truncated, outgrown                   shares of episodes: cut short; because no prompt fit
     loss, loss_policy, loss_v, loss_q     Eq. 12, 9, 11; ..._critic are a separate critic's
     kl, kl_max                            mean and largest KL of a token to the start, in nats
@@ -477,7 +477,7 @@ def summary(turns, targets, steps, used, categories):
     held_out                              with --eval_every, success on held-out games at T = 0.4
     time_*                                seconds on rank 0: rollout (env: its games), old and ref
                                           (line 3), update; a separate critic's values and critic;
-                                          save: the checkpoint before this iteration
+                                          save: the last checkpoint; total, without held_out
     """
     v, q, returns = (torch.tensor(gather(x.tolist()))
                      for x in (targets.v, targets.q, targets.returns))
@@ -504,8 +504,8 @@ def summary(turns, targets, steps, used, categories):
 
 
 def write_log(metrics, turns, config):
-    """Rank 0: a line of metrics.jsonl, and of every tenth iteration the first trajectory as text,
-    in which what the policy sampled stands between >>> and <<<."""
+    """Rank 0: a line of metrics.jsonl, and of every tenth iteration and the last the first
+    trajectory as text, in which what the policy sampled stands between >>> and <<<."""
     if rank() > 0:
         return
     with open(f"{config.out}/metrics.jsonl", "a") as file:

@@ -1,1 +1,2 @@
-"""Measuring (bench.py), and making the tiny models that training starts from (imitate.py)."""
+"""Measuring (bench.py), comparing runs over seeds (compare.py), and making the tiny models that
+training starts from (imitate.py)."""

@@ -435,10 +435,6 @@ def prepare(parser, argv):
     return args, config, machine.fitted(loaded(config, random_weights=True), config)
 
 
-def rival_of(config):
-    return dataclasses.replace(config, algo="ppo")
-
-
 def talker(lm, config, mean):
     """A sampler whose responses are `mean` tokens long on average, because random weights say every
     word equally often and one word in so many ends a response."""
@@ -495,7 +491,8 @@ def learners_for(lm, config, ppo):
     holds beside them is what it costs."""
     learners = {config.algo: train.LEARNERS[config.algo](lm, config)}
     if ppo and config.algo != "ppo":
-        rival = learners["ppo"] = train.LEARNERS["ppo"](lm, rival_of(config))
+        rival = train.LEARNERS["ppo"](lm, dataclasses.replace(config, algo="ppo"))
+        learners["ppo"] = rival
         rival.optimizers[""] = learners[config.algo].optimizers[""]
         if config.beta:
             rival.reference = learners[config.algo].reference
@@ -579,7 +576,7 @@ def ratio_to_ppo(costs):
 
 
 def print_memory(lm, learners, peak):
-    """Bytes that stay from step to step: the first six entries of machine.memory_needed."""
+    """Bytes that every step holds: the first six entries of machine.memory_needed."""
     kept = {algo: sum(list(machine.memory_needed(lm.model.config, its.config, len(its.models) > 1
                                                  ).values())[:6]) for algo, its in learners.items()}
     print("what training keeps, computed: "

@@ -405,7 +405,7 @@ def peak_memory():
 
 def memory_needed(arch, config, critic=False):
     """{what: bytes on one rank} of the largest things an update holds, from the architecture (a
-    transformers config) and train.py's settings alone. The first six stay from step to step."""
+    transformers config) and train.py's settings alone. The first six are held in every step."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(arch)
     weights = sum(p.numel() for p in model.parameters())

@@ -378,5 +378,3 @@ def signals_noted():
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-
-

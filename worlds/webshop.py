@@ -9,7 +9,7 @@
 
 The file reads upwards from text to pages: how text becomes search terms, the catalogue and its
 index, the goals, the reward, and the shop. Lines that look odd repeat the original's oddities,
-because its scores are compared with ours; the README lists the deliberate departures.
+because its scores are compared with ours; results/README.md lists the deliberate departures.
 
 Nothing here knows of reinforcement learning. envs.WebShop makes an environment of a Shop.
 """
@@ -175,7 +175,7 @@ def rounded_length(n):
 # ------------------------------------------------------------------------------- reading the files
 
 WHERE_DATA_IS = (
-    "the README says where WebShop's catalogue is to be had; --data (or the variable WEBSHOP_DATA) "
+    "results/README.md says where WebShop's catalogue is to be had; --data (or WEBSHOP_DATA) "
     "names the folder that holds items_shuffle.json, items_ins_v2.json and items_human_ins.json, "
     "or the first two as items_shuffle_1000.json and items_ins_v2_1000.json")
 
@@ -395,7 +395,7 @@ class Catalogue:
                 facts.append(product_facts(product))
                 words.extend(number.setdefault(word, len(number)) for word in count)
                 docs.extend([n] * len(count))
-                times.extend(min(times, 65535) for times in count.values())
+                times.extend(min(many, 65535) for many in count.values())
                 lengths.append(count.total())
                 file.write(json.dumps(product).encode() + b"\n")
                 places.append(file.tell())
