@@ -156,7 +156,7 @@ def draw(groups, half, path):
                 ax.fill_between(x[:, 0], mean - error, mean + error, color=line.get_color(),
                                 alpha=0.12, linewidth=0)
     axes[0].axhline(half, color="black", linewidth=0.8, linestyle=":")
-    axes[0].set(title="success at T = 1", ylim=(0, 1.02))
+    axes[0].set(title="success at T = 1", ylim=(0, None))
     axes[1].set(title="explained variance of V")
     for ax in axes:
         ax.set_xlabel("episodes")

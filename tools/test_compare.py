@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tools import compare
+from worlds import curves
 
 
 def lines_of(success, episodes=160, values=0.0):
@@ -83,3 +84,9 @@ def test_a_picture_of_finished_runs(folders, tmp_path, monkeypatch, capsys):
     assert picture.stat().st_size > 10000
     said = capsys.readouterr()
     assert f"wrote {picture}" in said.out and "left out" in said.err
+
+
+def test_sixteen_rows_look_different_even_in_grey():
+    looks = [curves.style(n, 100) for n in range(16)]
+    assert len({(look["linestyle"], look["marker"]) for look in looks}) == 16
+    assert len({(look["color"], look["linestyle"]) for look in looks}) == 16

@@ -12,9 +12,11 @@ CAPTION = ("thin: one seed, thick: mean of the seeds over five iterations (KL: m
 
 
 def style(n, points):
-    """How the n-th group's line of so many points looks; but for the first, marks lie along it."""
-    return {"color": COLORS[n % len(COLORS)], "linestyle": DASHES[n % len(DASHES)],
-            "marker": MARKERS[n % len(MARKERS)], "markersize": 5 if n else 0,
+    """How the n-th group's line of so many points looks; but for the first, marks lie along it.
+    From the ninth on colours come again, with other dashes and marks."""
+    again = n // len(COLORS)
+    return {"color": COLORS[n % len(COLORS)], "linestyle": DASHES[(n + again) % len(DASHES)],
+            "marker": MARKERS[(n + 4 * again) % len(MARKERS)], "markersize": 5 if n else 0,
             "markevery": (points * (2 * n + 1) // 80, max(1, points // 5))}
 
 
