@@ -41,7 +41,7 @@ def draw(groups, title, path):
                         label=f"{label}, n = {len(curves)}", **style(n, len(smooth)))
             if key == "success" and (points := held_out_points(runs)):
                 ax.scatter(*zip(*points), color=color, edgecolor="black", zorder=3,
-                           marker=MARKERS[n % len(MARKERS)])
+                           marker=style(n, 1)["marker"])
     fig.suptitle(f"{title}\n{CAPTION}", fontsize=10)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8,
                ncols=min(6, len(groups)))
