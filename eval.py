@@ -6,7 +6,7 @@
     python eval.py --table runs/*                           the paper's table, as Markdown
     python eval.py --plot runs/house-tiny-?                 the curves of training
 
-Runs whose folders differ only in a trailing -SEED form a group. The framework draws 128 games with
+Runs whose folders differ only in a trailing -SEED form a group. verl-agent draws 128 games with
 replacement (84 of valid_seen's 140 on average); here each is played once, or --repeats times.
 """
 import signal
@@ -14,6 +14,7 @@ if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceba
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from worlds.machine import (Count, Parser, Size, Temperature, Workers, barrier, 
 from worlds.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
                          settings_of, verify, write_file)
 
-SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; the framework's temperature
+SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; verl-agent's temperature
 EVALUATION = 5  # the seed of an attempt is (seed, 0, EVALUATION + attempt); see train.ROLLOUT
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
@@ -84,13 +85,13 @@ def wilson(k, n):
 
 
 def independent(records, key="won"):
-    """How many independent episodes would say as much: fewer where repeats of a game end alike."""
+    """The effective number of episodes: fewer where repeats of a game end alike."""
     games, spread = {}, np.var([r[key] for r in records] or [0])
     for r in records:
         games.setdefault(r["task"], []).append(r[key])
     if len(games) in (0, 1, len(records)) or not spread:
         return len(games)
-    variance = np.var([np.mean(its) for its in games.values()], ddof=1)
+    variance = np.var([np.mean(repeats) for repeats in games.values()], ddof=1)
     return min(len(records), spread * len(games) / max(variance, 1e-9))
 
 
@@ -129,7 +130,7 @@ def table(reports, env):
 
 
 def of_run(config, pool, sampler_at, path=None, temperatures=None):
-    """A run of train.py plays its --eval_games at the framework's temperature, in the house at 1 as
+    """A run of train.py plays its --eval_games at verl-agent's temperature, in the house at 1 as
     well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
     them. sampler_at: temperature -> a Sampler."""
     if path and config.resume and os.path.isfile(path):
@@ -143,6 +144,7 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
         over = play(sampler_at(temperature), dict(enumerate(ids[first:last], first)), pool,
                     seed=config.seed, rows=config.rows, history=config.history)
         out[temperature] = gather([record for _, record in sorted(over)])
+        gc.collect()  # a sampler refers to itself, and would keep its memory while training goes on
     if path and rank() == 0:
         write_file(path, json.dumps(out))
     return out
@@ -154,14 +156,14 @@ def write_of_run(before, after, config):
     out, lines, reports = {"env": config.env, "temperature": TEMPERATURE}, [], {}
     for when, end, played in (("before", "_before", before), ("after", "", after)):
         for t, records in played.items():
-            its = report(records)
-            reports[f"{when} {NAMES[config.algo]}, T = {t:g}"] = its
+            told = report(records)
+            reports[f"{when} {NAMES[config.algo]}, T = {t:g}"] = told
             lines += [json.dumps({"when": when, "temperature": t} | r) + "\n" for r in records]
             if t == TEMPERATURE:
-                out |= {f"{key}{end}": its[key] for key in ("success", "interval", "score")}
-                out |= {f"success{end}_by_category": its["success_by_category"], "n": its["n"]}
+                out |= {f"{key}{end}": told[key] for key in ("success", "interval", "score")}
+                out |= {f"success{end}_by_category": told["success_by_category"], "n": told["n"]}
             else:
-                out[f"success{end}_at_1"] = its["success"]
+                out[f"success{end}_at_1"] = told["success"]
     write_file(f"{config.out}/eval.json", json.dumps(out, indent=1))
     write_file(f"{config.out}/eval.jsonl", "".join(lines))
     return table(reports, envs.known(config.env)) if reports else "no evaluation, --eval_games is 0"
@@ -233,7 +235,7 @@ def plot(folders, path):
     """Curves of training, in a colour for each group of runs."""
     from worlds.curves import draw
     groups = group_runs(folders)
-    draw(groups, ", ".join(sorted({setting(its[0].config) for its in groups.values()})), path)
+    draw(groups, ", ".join(sorted({setting(runs[0].config) for runs in groups.values()})), path)
 
 
 def setting(config):
@@ -304,8 +306,7 @@ def complete(args):
 
 def play_all(args, sampler, games, pool, path):
     """Plays the games --repeats times, split over the ranks -> the last attempts' records. Each is
-    written to PATH.new as soon as it is known, so that an hour of an endpoint's answers survives a
-    failure."""
+    written to PATH.new as soon as it is known, so that a failure loses no answer."""
     records, new = [], Path(f"{path}.new" + f"-{rank()}" * (rank() > 0))
     mine = {n: games[n] for n in range(rank(), len(games), world())}
     with new_file(new) as file:
@@ -337,8 +338,7 @@ def evaluate(args):
     env, options = envs.known(args.env), envs.options_for(vars(args))
     args.split, args.goals = args.split or env.held_out[0], options.get("goals")
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
-    usual = (None, "synthetic", "plain")
-    kinds = [args.split, *(word for word in (args.goals, args.prompt) if word not in usual)]
+    kinds = [args.split, *sorted({args.goals, args.prompt} - {None, "synthetic", "plain"})]
     out = args.out or (args.model if weights else ".")
     out = Path(out) if out.endswith(".json") else Path(out, f"eval-{'-'.join(kinds)}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections import Counter
 from typing import NamedTuple
 
@@ -2356,8 +2357,7 @@ def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_pat
 
     def gradients(critic, checkpointing=False):
         learner.config = dataclasses.replace(config, checkpointing=checkpointing)
-        learner.critic = learner.models["_critic"] = critic
-        learner.optimizers["_critic"] = NoStep(critic)
+        learner.critic, learner.optimizers["_critic"] = critic, NoStep(critic)
         case.step()
         return [p.grad.float() for p in critic.parameters()]
 
@@ -2909,6 +2909,11 @@ def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, 
     assert needed["activations of a micro-batch"] / 1e9 < 10 and not needed["critic"]
     critic = machine.memory_needed(arch, config, critic=True)["critic"]
     assert critic == lasting
+    with monkeypatch.context() as two:
+        two.setattr(machine, "world", lambda: 2)
+        for what in ("moments", "master weights"):
+            half = machine.memory_needed(arch, config)[what]
+            assert half == pytest.approx(needed[what] / 2, rel=1e-3)
     lm = random_model("qwen2", 1)
     needed = machine.memory_needed(lm.model.config, small_config(tmp_path))
     real = sum(p.numel() * p.element_size() for p in lm.model.parameters())
@@ -3098,6 +3103,19 @@ def test_a_temperature_that_is_nearly_zero_is_greedy(tmp_path, monkeypatch):
                  "--temperature", temperature, "--out", tmp_path / "x.json")
         said.append((tmp_path / "x.jsonl").read_text())
     assert said[0] == said[1]
+
+
+def test_an_evaluation_leaves_no_sampler_in_memory(tmp_path):
+    config, lm, made = small_config(tmp_path), random_model("qwen2", 1), []
+
+    def sampler_at(temperature):
+        sampler = train.sampler_for(lm, config, temperature)
+        made.append(weakref.ref(sampler))
+        return sampler
+
+    with contextlib.closing(Pool("house", {"horizon": 3})) as pool:
+        evaluation.of_run(config, pool, sampler_at)
+    assert len(made) == 2 and not any(sampler() for sampler in made)
 
 
 def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):

@@ -512,7 +512,7 @@ def learn(learner, turns, n):
     targets = learner.targets(played, batches, old)
     for mini in batches:
         learner.step(mini, old, ref, targets, 0)
-    for model in learner.models.values():
+    for model, _ in learner.trained().values():
         model.zero_grad(set_to_none=True)
     clock.lap("update")
     return batches, sampler_off
@@ -577,8 +577,9 @@ def ratio_to_ppo(costs):
 
 def print_memory(lm, learners, peak):
     """Bytes that every step holds: the first six entries of machine.memory_needed."""
-    kept = {algo: sum(list(machine.memory_needed(lm.model.config, its.config, len(its.models) > 1
-                                                 ).values())[:6]) for algo, its in learners.items()}
+    kept = {algo: sum(list(machine.memory_needed(
+        lm.model.config, its.config, len(its.optimizers) > 1).values())[:6])
+        for algo, its in learners.items()}
     print("what training keeps, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")

@@ -222,25 +222,37 @@ def round_at_random(x, generator):
     return ((x.view(torch.int32) + noise) & -65536).view(torch.float32).bfloat16()
 
 
+def shares_of_ranks(sizes):
+    """Which rank keeps the state of which parameter, and how much the fullest one keeps. The
+    largest parameter is given away first, each to the rank that has least so far."""
+    kept, owner = [0] * world(), [0] * len(sizes)
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        owner[n] = kept.index(min(kept))
+        kept[owner[n]] += sizes[n]
+    return owner, max(kept)
+
+
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for 16-bit models as well: updates go to float32 master weights, of which
     the model is a rounded copy, because at a learning rate of 1e-6 they are far below bf16's last
-    digit. Each rank keeps the state of every n-th parameter, and sends the others what it has
-    updated (ZeRO 1). `moments`: torch.float32 or torch.bfloat16."""
+    digit. Each rank keeps the state of its share of the parameters, and sends the others what it
+    has updated (ZeRO 1). `moments`: torch.float32 or torch.bfloat16."""
 
     def __init__(self, params, lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8,
                  moments=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         self.moments = moments
+        self.owner, _ = shares_of_ranks([p.numel() for p in self.param_groups[0]["params"]])
 
     @torch.no_grad()
     def step(self, closure=None):
         group, = self.param_groups
         for n, p in enumerate(group["params"]):
-            if p.grad is not None and n % world() == rank():
+            if p.grad is not None and self.owner[n] == rank():
                 self.update(p, group, n)
+        for n, p in enumerate(group["params"]):  # once all have updated their shares, side by side
             if world() > 1:
-                dist.broadcast(p, n % world())
+                dist.broadcast(p, self.owner[n])
 
     def update(self, p, group, n):
         """One step of parameter number n, in slices, because its float32 temporaries are several
@@ -280,7 +292,7 @@ class AdamW(torch.optim.Optimizer):
     def take(self, states):
         """Takes this rank's share of what `numbered` gave on any rank, of any number of them."""
         for n, p in enumerate(self.param_groups[0]["params"]):
-            if n in states and n % world() == rank():
+            if n in states and self.owner[n] == rank():
                 self.state[p] = {k: x.to(p.device, copy=True) if isinstance(x, torch.Tensor) else x
                                  for k, x in states[n].items()}
 
@@ -408,13 +420,14 @@ def memory_needed(arch, config, critic=False):
     transformers config) and train.py's settings alone. The first six are held in every step."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(arch)
-    weights = sum(p.numel() for p in model.parameters())
+    sizes = [p.numel() for p in model.parameters()]
+    weights, (_, share) = sum(sizes), shares_of_ranks(sizes)
     width, layers = arch.hidden_size, arch.num_hidden_layers
     size = 2 if config.dtype == "bfloat16" else 4
     layer = size * (8 * width + 4 * arch.intermediate_size) + 16 * width  # kept for a token
     kept = layer + layers * width * size if config.checkpointing else layer * layers
-    masters = weights * 4 // world() if size == 2 else 0
-    moments = weights * 2 * (2 if config.moments == "bfloat16" else 4) // world()
+    masters = share * 4 if size == 2 else 0
+    moments = share * 2 * (2 if config.moments == "bfloat16" else 4)
     return {"weights": weights * size, "gradients": weights * size, "master weights": masters,
             "moments": moments, "reference": weights * size if config.beta else 0,
             "critic": 2 * weights * size + masters + moments if critic else 0,

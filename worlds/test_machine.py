@@ -60,6 +60,20 @@ def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
     assert wanted.abs().mean() > 1e-4
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_ranks_keep_shares_of_one_size(monkeypatch, ranks):
+    """Qwen2.5-1.5B's shapes repeat every twelve tensors, so every n-th one would be uneven."""
+    layer = [1536 ** 2, 1536, 256 * 1536, 256, 256 * 1536, 256, 1536 ** 2, *[8960 * 1536] * 3]
+    sizes = [151936 * 1536, *(layer + [1536] * 2) * 28, 1536]
+    monkeypatch.setattr(machine, "world", lambda: ranks)
+    owner, most = machine.shares_of_ranks(sizes)
+    kept = [sum(n for n, its in zip(sizes, owner) if its == r) for r in range(ranks)]
+    assert len(owner) == len(sizes) and sum(kept) == sum(sizes) and max(kept) == most
+    assert most < max(1.02 * sum(sizes) / ranks, 1.0001 * sizes[0])
+    if ranks in (2, 4):
+        assert max(sum(sizes[r::ranks]) for r in range(ranks)) > 1.2 * most
+
+
 def test_checkpoints_take_a_twentieth_of_the_time(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(machine.time, "time", lambda: now[0])
