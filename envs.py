@@ -157,7 +157,7 @@ class ShopEpisode(Episode):
 def parse_action(text, fallback):
     """-> (action, valid). The action is the lower-cased text between the first <action> and the
     first </action>, or the last `fallback` characters if they are not there in this order. It is
-    valid if both pairs of tags are there and the response has no CJK character."""
+    valid if both pairs of tags are there and, as in verl-agent, no CJK character."""
     low = text.lower()
     start, end = low.find("<action>"), low.find("</action>")
     if start < 0 or end < start:
@@ -231,8 +231,8 @@ def listing(names):  # ["mug 1", "pen 1"] -> "a mug 1, and a pen 1"
 class House(Seeker, Env):
     """One room with `places` places and `objects` things to carry, most of them out of sight until
     the agent goes there and opens what is closed. A task id is a number as a string. It fixes the
-    split and, for a given size, the room and the goal. Rooms in which the expert needs more than
-    min(4 places, 50) steps are drawn again; a larger house wants a horizon as long as that."""
+    split and, for a given size, the room and the goal. Rooms in which Seeker, the expert, needs
+    more than min(4 places, 50) steps are drawn again; a larger house wants as long a horizon."""
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES

@@ -114,13 +114,13 @@ def choose(logits, u, value_ids, temperature):
     if temperature == 0:
         token = logp.argmax(-1, keepdim=True)
     else:
-        p, short = logp.exp(), -logp.shape[1] % BLOCK
-        p = (F.pad(p, (0, short)) if short else p).unflatten(1, (-1, BLOCK))
-        mass = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
+        prob, short = logp.exp(), -logp.shape[1] % BLOCK
+        prob = (F.pad(prob, (0, short)) if short else prob).unflatten(1, (-1, BLOCK))
+        mass = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
         below = 1 - 2 ** -40  # keeps the target below the sum where u rounds to 1
         target = u[:, None].double().clamp(max=below) * mass[:, -1:]
         block = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[1] - 1)
-        inner = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
+        inner = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
         rest = torch.minimum(target - F.pad(mass, (1, 0)).gather(1, block), inner[:, -1:] * below)
         token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
         token = token.clamp(max=logp.shape[1] - 1)  # NaN must not index beyond the words
@@ -197,14 +197,14 @@ class ActorCritic:
         self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
         # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
         self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
-        self.run, self.token_scores = self.model.base_model, token_scores
+        self.trunk, self.token_scores = self.model.base_model, token_scores
         if self.compile:
             from worlds.fast import compiled, compiled_layers
-            self.run, self.token_scores = compiled_layers(self.run), compiled(token_scores)
+            self.trunk, self.token_scores = compiled_layers(self.trunk), compiled(token_scores)
 
     def body(self, ids):
         """(B, T) ids, padded on the right -> hidden states (B, T, D)."""
-        return self.run(input_ids=ids, use_cache=False).last_hidden_state
+        return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
 
     def value_logits(self, hidden):
         """(..., D) -> (z+, z-), (..., 2): a product with two rows of the head, in float32, because
@@ -256,16 +256,16 @@ class Chat:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         try:
-            talk = tokenizer.chat_template and self.written(self.USER, self.RESPONSE, self.USER)
+            text = tokenizer.chat_template and self.written(self.USER, self.RESPONSE, self.USER)
         except Exception as error:  # of a template's own, or of jinja
             raise ValueError(f"the chat template fails: {error}") from None
-        told = talk and (talk.count(self.USER), talk.count(self.RESPONSE)) == (2, 1)
-        if not told or not tokenizer.is_fast:
+        kept = text and (text.count(self.USER), text.count(self.RESPONSE)) == (2, 1)
+        if not kept or not tokenizer.is_fast:
             raise ValueError("no fast tokenizer with a chat template that keeps what the assistant "
                              "says (chat_template.jinja has it): choose an instruct model")
         # what stands around a text: to run the template for every turn would take too long
         self.begin, self.end = self.written(self.USER).split(self.USER)
-        self.between = talk.partition(self.RESPONSE)[2].split(self.USER)[0]
+        self.between = text.partition(self.RESPONSE)[2].split(self.USER)[0]
         tokenizer("-")  # which turns the backend's padding and truncation off
 
     def written(self, *contents):
@@ -300,16 +300,16 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        self.__dict__["run"] = self.body  # past __setattr__, which would count the weights twice
+        self.__dict__["trunk"] = self.body  # past __setattr__: it would count weights twice
         if lm.compile:
             from worlds.fast import compiled_layers
-            self.__dict__["run"] = compiled_layers(self.body)
+            self.__dict__["trunk"] = compiled_layers(self.body)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
     def forward(self, batch):
         """Batch -> (M,): V over R_max before each response token."""
-        hidden = self.run(input_ids=batch.ids, use_cache=False).last_hidden_state
+        hidden = self.trunk(input_ids=batch.ids, use_cache=False).last_hidden_state
         return self.head(hidden[batch.row, batch.col - 1].float())[:, 0]
 
 

@@ -155,7 +155,7 @@ class Sampler:
         return [responses[name] for name in names]
 
     def forget(self):
-        """Forgets all sequences, as is due when weights change. Captured graphs keep the memory."""
+        """Forgets all sequences, as is due when weights change. The rows keep their memory."""
         self.added, self.open = [], 0  # rows [0, open) are being decoded
         self.seen = None  # the last look(), which collect() has not read yet
         self.names = []  # the caller's key of each row, None where the row is free
@@ -214,7 +214,7 @@ class Sampler:
             unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=cache.keys[0].dtype, device=at.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
-        real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may be anywhere
+        real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may have any place
         return self.lm.model.base_model(input_ids=ids, position_ids=real, attention_mask=mask,
                                         past_key_values=cache, use_cache=True).last_hidden_state
 
@@ -305,7 +305,7 @@ class Sampler:
 
     def decode_one_token(self, n, span):
         """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last.
-        Rows that have ended are computed for nothing. Only the device is touched: see Captured."""
+        Rows that have ended are computed for nothing. For CUDA graphs no host value is read."""
         rows, lm = self.rows, self.lm
         at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
         column = torch.where(going, count, self.max_new)[:, None]
@@ -377,11 +377,11 @@ class Sampler:
             model.generation_config, model.config._attn_implementation = own
         said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
         samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
-        p = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
+        v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
         self.tokens_encoded += sum(map(len, sequences))
         self.tokens_decoded += len(names) * len(drawn)
         self.steps += len(drawn)
-        columns = zip(names, said, torch.stack(drawn, 1).tolist(), p.tolist())
+        columns = zip(names, said, torch.stack(drawn, 1).tolist(), v_q.tolist())
         return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in columns]
 
 
@@ -436,8 +436,8 @@ def next_prompts(lm, asks, limit):
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """A coroutine for one trajectory: yields (texts, ids before), and is sent one (text, its ids);
-    yields None, and is sent a game's answer or a Response; yields last (None, (turns, episode))."""
+    """A coroutine for one trajectory. It yields (texts, ids before) where it waits for one of them
+    with its ids, None where for a game's answer or a Response; last, (None, (turns, episode))."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))  # the game's first answer
@@ -496,14 +496,14 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
         most_think, due = len(thinking) > sampler.busy, []
         while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
             due.append(thinking.popleft()[0])
-        said = {traj: plays[traj].send(answer) for traj, answer in zip(due, pool.gather(due))}
-        asks = {traj: ask for traj, ask in said.items() if ask[0]}  # else it is over
+        wants = {traj: plays[traj].send(answer) for traj, answer in zip(due, pool.gather(due))}
+        asks = {traj: want for traj, want in wants.items() if want[0]}  # the others are over
         for traj, prompt in zip(asks, next_prompts(sampler.lm, asks.values(), sampler.limit)):
-            said[traj] = plays[traj].send(prompt)
-        for traj, over in said.items():
-            if over:  # None where the model is to answer
+            wants[traj] = plays[traj].send(prompt)
+        for traj, want in wants.items():
+            if want:  # it is over; None waits for the model
                 del plays[traj]
-                yield traj, *over[1]
+                yield traj, *want[1]
 
 
 def rollout(sampler, tasks, pool, **options):

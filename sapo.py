@@ -4,21 +4,20 @@ A language model plays a task over turns t = 1, 2, ... One causal forward over [
 gives the policy, the state value V (read just before the response) and the action value Q (read
 just after it). This file is what happens next:
 
-    turn_targets          rewards and old values -> advantage, target of V, target of Q     Eq. 4-6
+    turn_targets          rewards, old values -> advantages (from V alone), targets of V, Q Eq. 4-6
     normalize_advantages  one mean and one deviation over the turns of the whole batch      Eq. 7
     policy_loss           PPO's clipped surrogate, the turn's advantage on each token       Eq. 8-9
     value_loss            clipped regression of a normalised readout, per turn             Eq. 10-11
     sapo_loss             all of it in one number for one backward pass                     Eq. 12
     grpo_advantages ...   the estimators of the methods SAPO is compared with, at the end
 
-Equations are numbered as LaTeX numbers them in the paper. `# SAPO:` marks what it adds to PPO:
+This file needs torch alone: copy it. Equation numbers are the paper's. `# SAPO:` marks what is new:
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p.
-A loss is a sum divided by `denom`. If it counts tokens or turns of all micro-batches and ranks,
-their losses add up to the whole (so sum gradients over ranks, do not average), as do the numbers
-of an `info` except *_max. The advantage comes from V alone; Q is trained beside it.
-    python sapo.py       works one small trajectory by hand. Copy the file: it needs torch alone.
+A loss is a sum divided by `denom`, the tokens or turns of the whole mini-batch, so that losses of
+micro-batches and ranks add up (sum gradients, do not average), and so does `info`, except *_max.
+    python sapo.py       works one small trajectory by hand
 """
 import math
 
@@ -32,12 +31,10 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
 
     All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the
     turn (by the environment or at the horizon: both are terminal), V_old and Q_old in units of
-    return. The order does not matter, and a (traj, turn) that occurs twice gets the same targets
-    twice and leaves the others as they are. The turn after a trajectory's last one has value 0.
+    return. Turns may come in any order, or twice. The turn after a trajectory's last has value 0.
     Raises ValueError where shapes differ or a trajectory lacks a turn in its middle."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
-        raise ValueError("turn_targets: all six tensors must be 1-D and of one length, "
-                         "with one entry per turn")
+        raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
     v_old, turn = v_old.to(torch.promote_types(v_old.dtype, torch.float32)), turn.long()
     if len(traj) == 0:
         return v_old.clone(), v_old.clone(), v_old.clone()
@@ -81,13 +78,12 @@ def episode_returns(traj, reward):
 
 @torch.no_grad()
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
-    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. One turn, or
-    equal ones, give 0 up to rounding, never NaN.
+    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std; never NaN.
 
     invalid (N,)  turns whose response breaks the format; they are charged c_inv first
     valid (N,)    turns that count, as padding does not (None: all); the others get 0
-    group         the ranks, as torch.distributed groups them, that share both (None: one rank)"""
-    denominator(1, valid, adv, invalid)  # for its ValueError where shapes differ
+    group         the torch.distributed group of ranks with one mean and std (None: this rank)"""
+    check_shapes(adv, invalid, valid)
     counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
     charged = torch.where(counts > 0, charged, 0.0)
@@ -112,12 +108,16 @@ def within(mask, x):
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
-def denominator(denom, mask, *tensors):
-    """What a loss divides its sum by: `denom`, else how many entries there are, at least 1.
-    ValueError where shapes differ: broadcast, they would give a wrong loss without a word."""
-    shapes = [tuple(x.shape) for x in (*tensors, mask) if x is not None]
+def check_shapes(*tensors):
+    """ValueError where shapes differ: broadcast, they would give a wrong number without a word."""
+    shapes = [tuple(x.shape) for x in tensors if x is not None]
     if len({*shapes}) > 1:
         raise ValueError(f"tensors must have one shape; these have {shapes}")
+
+
+def denominator(denom, mask, *tensors):
+    """What a loss divides its sum by: `denom`, else how many entries there are, at least 1."""
+    check_shapes(*tensors, mask)
     if denom is not None:
         return denom
     return max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)

@@ -6,8 +6,7 @@
     python train.py --resume --out RUN                             goes on after a kill
 
 `train` is the loop, `Config` the settings, each of them a flag; the methods SAPO is compared with
-stand last. Whatever is computed over a batch is global over the ranks, so that one rank and many
-compute the same. README.md says where this departs from the paper.
+stand last. What is computed over a batch is over all ranks'. README.md names departures.
 """
 import signal
 if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
@@ -48,8 +47,7 @@ from worlds.tiny import is_tiny
 
 
 def train(lm, pool, config, checkpoint=None):
-    """Algorithm 1. An iteration has N turns and M response tokens (on this rank). It goes on from
-    `checkpoint`, if any."""
+    """Algorithm 1, from `checkpoint` on, if any. N turns and M response tokens are this rank's."""
     sampler, learner = sampler_for(lm, config), LEARNERS[config.algo](lm, config)
     ids, clock = envs.tasks(config.env, "train", **envs.options_for(vars(config))), learner.clock
     done = restore(learner, checkpoint, load)
@@ -74,7 +72,7 @@ def train(lm, pool, config, checkpoint=None):
             targets = learner.targets(played, batches, old)  # lines 4 and 5
             steps = [learner.step(mini, old, ref, targets, iteration) for mini in batches
                      if learner.failed < PATIENCE]  # lines 6 and 7
-            for model in learner.models.values():
+            for model, _ in learner.trained().values():
                 model.zero_grad(set_to_none=True)  # the rollout can use the memory
             clock.lap("update")
             metrics = {"iteration": iteration, "sampler_off": sampler_off} | clock.seconds()
@@ -179,9 +177,8 @@ def pack(turns, config, iteration, device):
 def score_all(lm, batches):
     """One forward pass over every micro-batch -> Scores of the whole iteration."""
     parts = [lm.score(micro.batch) for mini in batches for micro in mini]
-    if not parts:  # this rank has no turn
-        parts = [Scores(*torch.zeros(4, 0, device=lm.device))]
-    return Scores(*(torch.cat(column) for column in zip(*parts)))
+    empty = [Scores(*torch.zeros(4, 0, device=lm.device))]  # where this rank has no turn
+    return Scores(*(torch.cat(column) for column in zip(*parts or empty)))
 
 
 def score_old(lm, played, batches, config):
@@ -215,17 +212,19 @@ def turn_level_targets(played, v, q, config):
 class Learner:
     """SAPO: what is trained, and how. The other methods have other targets and losses."""
 
-    def __init__(self, lm, config, **others):
-        """others: models beside the policy by a suffix: `_critic` is trained on `loss_critic` and
-        logged as loss_critic, grad_norm_critic, ..."""
+    def __init__(self, lm, config):
         self.lm, self.config, self.clock = lm, config, Clock()
         if config.beta:
             self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
-        self.models, moments = {"": lm.model} | others, getattr(torch, config.moments)
+        moments = getattr(torch, config.moments)
         self.optimizers = {suffix: AdamW(model.parameters(), config.lr, moments=moments)
-                           for suffix, model in self.models.items()}
+                           for suffix, (model, _) in self.trained().items()}
         self.steps = 0  # tried so far
         self.failed = 0  # how many of the latest steps in a row were not finite
+
+    def trained(self):
+        """{suffix of the names of its numbers in metrics.jsonl: (model, its loss)}."""
+        return {"": (self.lm.model, self.loss)}  # SAPO: no second model
 
     def targets(self, played, batches, old):
         """Lines 4 and 5 -> Targets."""
@@ -249,8 +248,8 @@ class Learner:
                  for micro in mini]
         sizes = [max(1, sum(n)) for n in zip(*gather(sizes + [[0, 0]]))]  # on all ranks
         info = {}
-        for suffix, model in self.models.items():  # SAPO has one
-            optimizer, loss = self.optimizers[suffix], getattr(self, f"loss{suffix}")
+        for suffix, (model, loss) in self.trained().items():
+            optimizer = self.optimizers[suffix]
             optimizer.param_groups[0]["lr"] = self.rate(suffix, iteration)
             out = take_step(model, optimizer, mini, self.config, lambda micro: loss(
                 micro, old, ref, targets, *sizes))
@@ -262,17 +261,16 @@ class Learner:
         return info
 
     def rate(self, suffix, iteration):
-        """The learning rate: it warms up over the first steps, because Adam's first steps are
-        large, and follows a straight line over the iterations."""
+        """A straight line over the iterations, after a warm-up: Adam's first steps are large."""
         c = self.config
+        warm = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))
         decay = 1 - (1 - c.lr_end) * iteration / max(1, c.iterations)
-        return (c.critic_lr if suffix else c.lr) * decay * min(
-            1.0, (self.steps + 1) / max(1, c.lr_warmup))
+        return (c.critic_lr if suffix else c.lr) * decay * warm
 
 
 def take_step(model, optimizer, mini, config, loss_of):
-    """One optimizer step on the sum of loss_of(micro) -> (loss, info) over the micro-batches of all
-    ranks -> the infos' sums (*_max: maxima; shares: <= 1). One that is not finite is not taken."""
+    """One optimizer step on the sum of all ranks' losses; loss_of(micro) gives (loss, info) -> the
+    infos' sums (*_max: maxima; shares: at most 1). A step that is not finite is not taken."""
     model.zero_grad(set_to_none=True)
     model.train(config.checkpointing)  # transformers recomputes activations in this mode alone
     infos = []
@@ -318,7 +316,7 @@ class Config:
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: Count = 0  # random seed
-    iterations: Count = 150  # of rollout and update; the learning rate reaches lr_end after them
+    iterations: Count = 150  # of rollout and update; lr ends with them: adding some raises it
     algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
     tasks: Size = 128  # |B|: trajectories an iteration, of tasks / group different tasks
     group: Size = None  # trajectories of the same task; default 8 for what compares them, else 1
@@ -346,14 +344,14 @@ class Config:
     clip: Positive = 0.2  # epsilon, Eq. 9
     clip_v: Positive = 0.2  # epsilon_V, Eq. 10
     clip_q: Positive = 0.2  # epsilon_Q
-    c_v: Weight = 0.5  # weight of V's loss, Eq. 12; at 0, GAE takes V as 0: decay by gamma lam
+    c_v: Weight = 0.5  # weight of V's loss, Eq. 12; at 0, GAE takes V as 0
     c_q: Weight = 0.25  # weight of Q's loss
     beta: Weight = 0.01  # weight of the KL to the model SAPO started from
     c_h: Weight = 0.001  # weight of the entropy
 
     lr: Positive = 1e-6  # AdamW's learning rate
     lr_warmup: Count = 0  # optimizer steps over which lr rises from 0
-    lr_end: Share = 1.0  # share of lr that a straight line reaches at the end; the framework's is 1
+    lr_end: Share = 1.0  # share of lr that a straight line reaches at the end; verl-agent's is 1
     critic_lr: Positive = 1e-5  # of a separate critic
     mini_batch: Size = 256  # turns an optimizer step
     tokens_per_micro_batch: Size = 8192  # padded tokens a forward pass
@@ -373,7 +371,7 @@ PRESETS = {
     "tiny": dict(dtype="float32", compile=False, iterations=40, tasks=64, max_new=16,
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
                  tokens_per_micro_batch=4096)}
-GRAD_CLIP = 1.0  # the framework's, as is AdamW's weight decay of 0.01
+GRAD_CLIP = 1.0  # verl-agent's, as is AdamW's weight decay of 0.01
 ROLLOUT, SHUFFLE, TASKS = range(3)  # what a seed is for; imitate.py has 3 and 4, eval.py 5 to 7
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
@@ -403,7 +401,7 @@ def parse_config(argv=None):
 
 def preset_of(config):
     kinds = {"webshop": config.env == "webshop", "tiny": is_tiny(config.model)}
-    return {k: v for kind, its in PRESETS.items() if kinds[kind] for k, v in its.items()}
+    return {k: v for kind, preset in PRESETS.items() if kinds[kind] for k, v in preset.items()}
 
 
 def with_defaults(config):
@@ -458,7 +456,7 @@ def usage(pool, sampler):
 
 
 def summary(turns, targets, steps, used, categories):
-    """One line of metrics.jsonl, over all ranks:
+    """What metrics.jsonl holds, over all ranks; sampler_off and what follows it `train` adds:
 
     success, score, success_by_category   of the iteration's episodes, sampled at temperature 1
     valid_actions, admissible_actions     shares of turns: in the right format; with a command that
@@ -529,8 +527,8 @@ def eval_now(lm, pool, config, done):
     is better than all before is kept in RUN/best."""
     if not config.eval_every or done % config.eval_every:
         return {}
-    its = evaluate(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
-    success = evaluation.share(its[evaluation.TEMPERATURE])["success"]
+    played = evaluate(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
+    success = evaluation.share(played[evaluation.TEMPERATURE])["success"]
     if success > gather([best_of(config.out)])[0]:
         write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
         say(f"after iteration {done}: success {success:.1%} on held-out games, the best so far")
@@ -555,7 +553,7 @@ def prepare(config, pool):
     for key, game in enumerate(games[:4]):
         pool.start(key, game)
     begun = pool.gather(range(len(games[:4])))
-    prompts = [pool.env.episode(*its).window_prompt() for its in begun]
+    prompts = [pool.env.episode(*answer).window_prompt() for answer in begun]
     for key in range(len(begun)):
         pool.drop(key)
     mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
@@ -578,8 +576,8 @@ def run(config):
             begin_folder(out, dataclasses.asdict(config), held, checkpoint)
             before = evaluate(lm, pool, config, path=f"{out}/before.json")
             say("before training: " + (", ".join(
-                f"success {evaluation.share(its)['success']:.1%} on {len(its)} held-out games at "
-                f"T = {t:g}" for t, its in before.items()) or "no evaluation, --eval_games is 0"))
+                f"success {evaluation.share(told)['success']:.1%} on {len(told)} held-out games at "
+                f"T = {t:g}" for t, told in before.items()) or "no evaluation, --eval_games is 0"))
             train(lm, pool, config, checkpoint)
             after = evaluate(lm, pool, config) if config.iterations else before
             peak = max(gather([peak_memory()]))
@@ -656,7 +654,10 @@ class SeparateCritic(Rival):
 
     def __init__(self, lm, config):
         self.critic = Critic(lm)
-        super().__init__(lm, config, _critic=self.critic)
+        super().__init__(lm, config)
+
+    def trained(self):
+        return super().trained() | {"_critic": (self.critic, self.loss_critic)}
 
     def values(self, micro):
         """The critic's values before each turn's first token, (N,)."""
@@ -682,9 +683,8 @@ class SeparateCritic(Rival):
 
 
 class PPO(SeparateCritic):
-    """PPO as verl-agent has it: a turn is paid the episode's return, less its charge, on its last
-    token; GAE over its tokens with gamma = lambda = 1, so that a token's advantage is that return
-    less its value; advantages whitened over all tokens."""
+    """PPO as verl-agent has it: a turn is paid the episode's return, less its charge. With gamma =
+    lambda = 1 a token's advantage is that less its value; they are whitened over all tokens."""
 
     axis = "tokens"
 
