@@ -674,7 +674,7 @@ class Pool:
 
     A worker that dies is replaced. When none has answered for STUCK_AFTER seconds, all that owe an
     answer are replaced too. Their games are replayed, which the caller does not notice. A GameError
-    names a game that fails, or that kills its worker four times."""
+    names a game that fails, or the games one of which killed its worker four times."""
 
     STUCK_AFTER = 1800  # the first worker in a large shop spends minutes on its index
     UNANSWERED = 16  # answers a worker may owe: with both pipes full, both sides would hang
@@ -826,8 +826,9 @@ class Pool:
         self.deaths[w] += 1
         games = [game for game in self.games.values() if game.worker == w]
         if self.deaths[w] > 3:
-            raise GameError(f"{self.name}: a worker died four times running while playing "
-                            f"{[game.task for game in games][:4]}")
+            owing = [g.task for g in games if g.replayed or g.heard < len(g.asked)]
+            raise GameError(f"{self.name}: a worker died four times running, and owed answers in "
+                            f"{owing[:4]}")
         self.procs[w].kill()
         self.procs[w].wait()
         self.spawn(w)

@@ -170,8 +170,7 @@ def write_of_run(before, after, config):
 
 
 def group_runs(folders, finished=False):
-    """{label: runs} by the folders' names without -SEED, with the parent folder before them where
-    that is not the same for all. A folder without a run is named and left out."""
+    """{label: runs} by the folders' names without -SEED. What is no run is named and left out."""
     groups, parent = {}, os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
     for folder in map(Path, folders):
         try:
@@ -335,6 +334,7 @@ def play_all(args, sampler, games, pool, path):
 def evaluate(args):
     """Plays the split with --model, writes the report and prints its table."""
     weights = complete(args)
+    args.weights = str(weights or args.model)
     env, options = envs.known(args.env), envs.options_for(vars(args))
     args.split, args.goals = args.split or env.held_out[0], options.get("goals")
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
@@ -347,8 +347,8 @@ def evaluate(args):
         sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new,
                            args.max_prompt)
     else:
-        verify(weights or args.model)
-        lm = load(str(weights or args.model), words=envs.words(), dtype=getattr(torch, args.dtype))
+        verify(args.weights)
+        lm = load(args.weights, words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
                           max_prompt=args.max_prompt, max_context=args.max_context)
     workers = envs.default_workers(args.env, world()) if args.workers is None else args.workers
@@ -356,8 +356,8 @@ def evaluate(args):
         records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))
     if rank() > 0:
         return
-    about = "model prompt env goals split temperature repeats".split()
-    result = report(records) | {name: getattr(args, name) for name in about}
+    asked = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table", "workers")}
+    result = report(records) | asked
     write_file(out, json.dumps(result, indent=1))
     title = f"{Path(args.model).name}, {', '.join(kinds)}, T = {args.temperature:g}"
     print(table({title: result}, env))

@@ -2682,6 +2682,7 @@ def test_training_leaves_everything_it_promises_and_eval_reads_it(tmp_path, monk
     run_main(evaluation, monkeypatch, "--model", run, "--limit", 9, "--repeats", 2,
              "--temperature", 1)
     report = json.loads((run / "eval-test.json").read_text())
+    assert report["weights"] == str(run / "final") and (report["seed"], report["limit"]) == (0, 9)
     episodes = read_lines(run / "eval-test.jsonl")
     assert report["n"] == 18 == len(episodes) and len({e["task"] for e in episodes}) == 9
     assert all(e["turns"] <= 6 for e in episodes)
@@ -2977,6 +2978,20 @@ class Corridor(envs.Env):
         reward, late = envs.REWARD * info["won"], self.turn == self.horizon
         return f"You are in room {self.at}.", reward, info["won"], late and not info["won"], info
 '''
+
+
+def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path, monkeypatch):
+    deadly = MY_ENV.replace("self.turn += 1", "self.turn += 1 if action != 'boom' else os._exit(1)")
+    (tmp_path / "deadly.py").write_text("import os\n" + deadly)
+    monkeypatch.chdir(tmp_path)
+    ids = [f"test-{n}" for n in range(7)]
+    with contextlib.closing(Pool("deadly:Corridor", workers=1)) as pool:
+        for task in ids:
+            pool.start(task, task)
+        pool.gather(ids)
+        pool.step(ids[5], "boom")
+        with pytest.raises(envs.GameError, match=r"owed answers in \['test-5'"):
+            pool.gather(ids[5:6])
 
 
 def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_here(tmp_path,

@@ -229,7 +229,10 @@ def draw_batch(stock, size, refill):
     """Takes samples with `size` turns or a few more from the end of the stock, which is a list that
     `refill` fills up and shuffles, so that neighbours come from different games."""
     while sum(len(spans) for _, spans in stock) < 4 * size:
+        had = len(stock)
         refill(stock)
+        if len(stock) == had:
+            raise ValueError("the demonstrator knows no way to win any of the games drawn")
     batch = []
     while sum(len(spans) for _, spans in batch) < size:
         batch.append(stock.pop())

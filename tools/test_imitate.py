@@ -140,6 +140,8 @@ def test_the_stock_is_filled_up_and_taken_from_its_end():
     assert refills == [0, 9] and len(stock) == 15
     assert [ids for ids, _ in batch] == [[2, 8], [2, 7], [2, 6]]
     imitate.draw_batch(stock, 5, refill)
+    with pytest.raises(ValueError, match="no way to win"):
+        imitate.draw_batch([], 5, lambda stock: None)
     assert refills == [0, 9] and len(stock) == 12
 
 

@@ -241,7 +241,7 @@ def write_start(out, settings, held, checkpoint):
         commits = dict.fromkeys([*before.split(", "), made_with["git"]])
         made_with["git"] = ", ".join(commits)  # every commit that had a part in the run
         shutil.rmtree(f"{out}/final", ignore_errors=True)
-        for name in ("eval.json", "eval.jsonl"):
+        for name in ("eval.json", "eval.jsonl", "cost.json", "curves.png"):
             Path(out, name).unlink(missing_ok=True)
     elif set(os.listdir(out)) - {".lock"}:
         try:
