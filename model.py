@@ -9,8 +9,7 @@
 
 A training sample is a token sequence with one or more turns in it; a turn is the span [start, end)
 of its response. V is read at start - 1, Q at end - 1, the last token the policy chose. Shapes: B
-sequences, T tokens, M response tokens, N turns, V vocabulary, D width.
-`# SAPO:` marks what the paper adds.
+sequences, T tokens, M response tokens, N turns, V vocabulary, D width. `# SAPO:` marks what is new.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
 import contextlib
@@ -192,6 +191,7 @@ class ActorCritic:
     def __post_init__(self):
         if all_full(self.model.base_model):
             self.model.set_attn_implementation("folded")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30

@@ -50,6 +50,7 @@ class Rows:
         self.tokens = empty(max_new + 1, dtype=torch.long)  # these three serves rows that ended
         self.logp = empty(max_new + 1)  # of the tokens
         self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
+        self.read = self.write = self.span = None  # what `update` is to do: Sampler.forward says
 
     def grow(self, rows, longest):
         """Makes room for so many rows of that length, and keeps what there is."""
@@ -71,7 +72,7 @@ class Rows:
             getattr(self, name)[target] = getattr(self, name)[source]
 
     def update(self, k, v, layer_idx, *args, **kwargs):
-        """Writes k, v (R, H', T, D), reads `span` positions of rows `read`; see Sampler.forward."""
+        """Writes k, v (R, H', T, D) at `write`, and reads `span` positions of the rows `read`."""
         keys, values, (row, at) = self.keys[layer_idx], self.values[layer_idx], self.write
         # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
         keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)
@@ -169,8 +170,6 @@ class Sampler:
     def prepare(self, compile):
         """Sets the kv engine up for the device, and compares it with the model."""
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
-        if self.gpu:  # cuDNN plans anew for every shape, and nearly every prefill has its own
-            torch.backends.cuda.enable_cudnn_sdp(False)
         self.ahead = 4 if self.gpu else 0  # steps before each look, read when the next is queued
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
         try:

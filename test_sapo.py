@@ -1505,7 +1505,9 @@ def test_compiled_the_same_is_sampled(context, monkeypatch):
 
 def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.backends.cuda.enable_cudnn_sdp(True)
     lm, found = random_model("qwen2", 3, layers=4), []
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # graphs keep the attention they begin with
     samples, graphs = make_samples(play(lm, "kv", "full", 1.0)[0], "window"), {}
     batches = [make_batch([s[:2] for s in samples[n:n + 6]]) for n in (0, 6, 9)]
     for compile, chunk in ((False, 10 ** 6), (True, 10 ** 6), (True, 20)):
@@ -1589,6 +1591,22 @@ def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog)
     same_tokens_and_values(plain, turns)
     assert not isinstance(sampler.decoder, fast.Captured)
     assert [r.getMessage().split(" is ")[0] for r in caplog.records] == ["captured sampling"]
+
+    def by_another_number(sampler, function):  # the tokens are others, and their log-probs right
+        def step(n, span):
+            with monkeypatch.context() as wrong:
+                wrong.setattr(rollout_module, "choose", lambda logits, u, *rest: choose(
+                    logits, (u + 0.5) % 1, *rest))
+                function(n, span)
+        return step if function.__name__ == "decode_one_token" else function
+
+    monkeypatch.setattr(fast, "compiled_for", by_another_number)
+    for context in ("window", "full"):
+        caplog.clear()
+        turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": True})
+        assert sampler.decoder.__name__ == "decode_one_token"
+        assert [r.getMessage().split(" is ")[0] for r in caplog.records] == [
+            "compiled captured sampling", "captured sampling", "compiled sampling"]
     monkeypatch.setattr(fast, "compiled_layers", lambda body: lambda **inputs: (
         types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
     monkeypatch.setattr(fast, "compiled", lambda function: function)
@@ -2790,6 +2808,23 @@ def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path):
         found.append((max(rows), gradient(lm.model)))
     assert found[1][0] == 7 < found[0][0]
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-6, rtol=1e-5)
+
+
+def test_compiled_layers_recompute_their_activations(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    found = []
+    for compile in (False, True):
+        lm, saved = random_model("qwen2", 1), []
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        case = prepared(tmp_path, "--checkpointing", lm=dataclasses.replace(lm, compile=compile))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
+                                                      lambda x: x):
+            case.step()
+        found.append(gradient(lm.model))
+        wide = lm.model.config.intermediate_size  # of what the MLP makes of hundreds of tokens
+        assert not any(math.prod(shape) > 100 * wide and shape[-1] == wide for shape in saved)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+    assert not [r for r in caplog.records if r.name == "sapo"]  # nothing fell back
 
 
 def test_recomputed_activations_change_no_gradient(tmp_path):

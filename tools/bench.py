@@ -276,11 +276,11 @@ GAMES = {
     "goals": (str, None, "webshop: synthetic or human")}
 
 
-def loaded(args, random_weights=False):
+def loaded(args, random_weights=False, device=None):
     """-> the model of --model and --dtype, which it describes in a line."""
     dtype = getattr(torch, args.dtype)
     lm = (random_model(args.model, dtype, getattr(args, "seed", 0)) if random_weights
-          else load(args.model, dtype=dtype, words=envs.words()))
+          else load(args.model, dtype=dtype, words=envs.words(), device=device))
     count, device = sum(p.numel() for p in lm.model.parameters()), machine.versions()["versions"]
     print(f"{args.model}: {count / 1e6:.1f} M parameters, {args.dtype} on {device['device']}",
           flush=True)
@@ -394,7 +394,7 @@ def host_main(argv):
     options = envs.options_for(vars(args)) | {"horizon": args.steps + 1}
     games = envs.tasks(args.env, "train", **options)
     pool = Recorded(args.env, options, games[::max(1, len(games) // 16)][:16], args.steps)
-    lm, taken, idle = dataclasses.replace(loaded(args)), [], []
+    lm, taken, idle = loaded(args, device="cpu"), [], []  # where what costs nothing is made
     lm.readout = lambda hidden: hidden[..., 0]
     for _ in range(args.repeats):
         sampler, began = Costless(lm, max_new=160), now()

@@ -147,7 +147,8 @@ def accelerate(sampler, compile):
     sampler.is_stop.zero_()  # for now no word ends a response; in place, as graphs read it
     for sampler.encoder, sampler.decoder, how in ways:
         found = try_out(sampler)
-        if getattr(sampler.decoder, "works", True) and alike(sampler.lm, *found, f"{how}sampling"):
+        if getattr(sampler.decoder, "works", True) and all(
+                alike(sampler.lm, *pair, f"{how}sampling") for pair in found):
             break
     else:
         raise ValueError("the kv engine does not repeat the model's hidden states: --engine hf")
@@ -158,23 +159,37 @@ def accelerate(sampler, compile):
 
 @torch.no_grad()
 def try_out(sampler):
-    """Answers two short prompts, in two parts each -> hidden states of the model and its own."""
-    parts, rows = (([0, 1, 2], [3]), ([0, 1, 2, 4], [3, 5, 6, 7, 8])), sampler.rows
-    ours, steps = [], min(3, sampler.max_new)
+    """Answers two short prompts, in context "full" in two parts each -> [(the model's, the
+    sampler's own)]: hidden states, log-probs of the tokens drawn, and the uniforms of these."""
+    lm, rows, u = sampler.lm, sampler.rows, 0.5
+    parts = ([0, 1, 2], [3]), ([0, 1, 2, 4], [3, 5, 6, 7, 8])
+    parts, states, drawn = parts if sampler.context == "full" else parts[1:], [], []
+    steps = min(3, sampler.max_new)
     sampler.forget()
     sampler.reserve(5, 5 + steps)  # what is equal by chance would be compiled as if it always were
     for sequences in parts:
         sampler.open = 0
         for name, ids in enumerate(sequences):
-            sampler.added.append((name, ids, np.full(sampler.max_new, 0.5)))
+            sampler.added.append((name, ids, np.full(sampler.max_new, u)))
         sampler.prefill()
-        ours.append(rows.hidden[:2].clone())
-    for _ in range(steps):
+        states.append(rows.hidden[:2].clone())
+    for n in range(steps):
+        logits = lm.head(states[-1]).float() / (sampler.temperature or 1)
+        policy = logits.index_fill(-1, lm.value_index, float("-inf")).log_softmax(-1)
         sampler.step()
-        ours.append(rows.hidden[:2].clone())
+        states.append(rows.hidden[:2].clone())
+        token, logp = rows.tokens[:2, n:n + 1], rows.logp[:2, n]
+        upto, logp_of = policy.exp().double().cumsum(-1).gather(1, token), policy.gather(1, token)
+        near = torch.full_like(upto, u)
+        if sampler.temperature:  # the uniform number lies between the sums before and after it
+            near = near.clamp(upto - logp_of.exp(), upto)
+        drawn.append(torch.stack([logp_of[:, 0] if sampler.temperature else policy.amax(-1), logp,
+                                  near[:, 0], torch.full_like(logp, u)]))
     theirs = []
-    for first, whole, said in zip(*parts, rows.tokens[:2, :steps].tolist()):
-        ids = torch.tensor([whole + said], device=sampler.lm.device)
-        hidden = sampler.lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        theirs.append(torch.cat([hidden[len(first) - 1:][:1], hidden[len(whole) - 1:]]))
-    return torch.stack(theirs), torch.stack(ours, 1)
+    for i, said in enumerate(rows.tokens[:2, :steps].tolist()):
+        ids = torch.tensor([parts[-1][i] + said], device=lm.device)
+        hidden = lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        ends = [len(part[i]) for part in parts]
+        theirs.append(hidden[[end - 1 for end in ends] + [ends[-1] + n for n in range(steps)]])
+    logp_of, logp, near, aim = torch.stack(drawn, 1)
+    return (torch.stack(theirs), torch.stack(states, 1)), (logp_of, logp), (near, aim)
