@@ -251,6 +251,7 @@ class Sampler:
 
     def encode(self, chunk):
         """One forward pass over [(ids, row, start, u)], which fills their rows."""
+        chunk = chunk * 2 if self.gpu and len(chunk) == 1 else chunk  # one row would compile anew
         rows, (new, index, start, u) = self.rows, zip(*chunk)
         length, width = [len(ids) for ids in new], len(new[-1])
         _, span = self.bucket(1, max(map(sum, zip(start, length))) if any(start) else 0)
