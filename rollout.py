@@ -305,7 +305,7 @@ class Sampler:
 
     def decode_one_token(self, n, span):
         """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last.
-        Rows that have ended are computed for nothing. For CUDA graphs no host value is read."""
+        Rows that have ended are computed for nothing. The host reads nothing: CUDA graphs."""
         rows, lm = self.rows, self.lm
         at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
         column = torch.where(going, count, self.max_new)[:, None]
@@ -436,8 +436,8 @@ def next_prompts(lm, asks, limit):
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """A coroutine for one trajectory. It yields (texts, ids before) where it waits for one of them
-    with its ids, None where for a game's answer or a Response; last, (None, (turns, episode))."""
+    """A coroutine for one trajectory. It yields (texts, ids before) and is sent one text, its ids;
+    None, and is sent a game's answer or a Response; and at its end (None, (turns, episode))."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))  # the game's first answer

@@ -6,7 +6,7 @@
     python train.py --resume --out RUN                             goes on after a kill
 
 `train` is the loop, `Config` the settings, each of them a flag; the methods SAPO is compared with
-stand last. What is computed over a batch is over all ranks'. README.md names departures.
+stand last. Sums and means over a batch take in all ranks. README.md names departures.
 """
 import signal
 if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
