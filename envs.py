@@ -232,7 +232,7 @@ class House(Seeker, Env):
     """One room with `places` places and `objects` things to carry, most of them out of sight until
     the agent goes there and opens what is closed. A task id is a number as a string. It fixes the
     split and, for a given size, the room and the goal. Rooms in which Seeker, the expert, needs
-    more than min(4 places, 50) steps are drawn again; a larger house wants as long a horizon."""
+    more than min(4 * places, 50) steps are drawn again; `horizon` should be no less than that."""
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES

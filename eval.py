@@ -306,7 +306,7 @@ def complete(args):
 def play_all(args, sampler, games, pool, path):
     """Plays the games --repeats times, split over the ranks -> the last attempts' records. Each is
     written to PATH.new as soon as it is known, so that a failure loses no answer."""
-    records, new = [], Path(f"{path}.new" + f"-{rank()}" * (rank() > 0))
+    records, new = [], Path(f"{path}.new-{rank()}" if rank() else f"{path}.new")
     mine = {n: games[n] for n in range(rank(), len(games), world())}
     with new_file(new) as file:
         try:

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
                           PreTrainedTokenizerFast)
+from transformers.utils import cached_file
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -335,10 +336,10 @@ def pretrained(name, dtype):
     return model, tokenizer, ours
 
 
-def json_in(folder, name):
-    """The JSON object in a file of a folder; {} where there is no such file."""
-    path = Path(folder, name)
-    return json.loads(path.read_text()) if path.is_file() else {}
+def json_in(where, name):
+    """The JSON object in a file of a folder or hub id; {} where there is no such file."""
+    path = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+    return json.loads(Path(path).read_text()) if path else {}
 
 
 def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32,
@@ -418,8 +419,7 @@ def main():
     with one_line_errors("model.py"), torch.no_grad():
         lm = load(parser.parse_args().model, words=envs.words())
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
-        response = lm.tokenizer("go to fridge 1", add_special_tokens=False).input_ids
-        response.append(lm.stop_ids[0])
+        response = lm.tokenizer.encode("open fridge 1", add_special_tokens=False) + [lm.stop_ids[0]]
         sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
         logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
         print(f"w+, w- = {lm.value_ids}; a turn of {len(logp)} tokens of log-prob {logp.sum():.2f}:"

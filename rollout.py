@@ -5,10 +5,10 @@
                 kv   our own loop over K/V tensors, with continuous batching
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
 
-A token is drawn by a uniform number that depends on (seed, iteration, trajectory, turn) alone, so
+Tokens are drawn by uniform numbers that depend on (seed, iteration, trajectory, turn) alone, so
 engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
 `window` builds each turn's prompt anew from the last k turns; in `full`, which the paper does not
-have, the conversation and its cache grow. R rows, T tokens, S longest sequence, H heads of size D
+have, the conversation and its cache grow. Shapes: R rows, T tokens, S positions, H heads of size D
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
 from collections import deque
@@ -46,9 +46,9 @@ class Rows:
         self.at = empty(dtype=torch.long)  # (R,) the position of the next token
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
         self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
-        self.u = empty(max_new + 1)  # uniform numbers, a column for each token; the last column of
-        self.tokens = empty(max_new + 1, dtype=torch.long)  # these three serves rows that ended
-        self.logp = empty(max_new + 1)  # of the tokens
+        # a column for each token, and a last one that serves rows that have ended
+        self.u, self.logp = empty(max_new + 1), empty(max_new + 1)  # uniform numbers, log-probs
+        self.tokens = empty(max_new + 1, dtype=torch.long)
         self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
         self.read = self.write = self.span = None  # what `update` is to do: Sampler.forward says
 
@@ -131,7 +131,7 @@ class Sampler:
         return len(self.added) + self.open
 
     def add(self, name, sequence, u):
-        """Queues a list of ids under a name (not None) that is not in use; u: max_new uniforms."""
+        """Queues a list of ids under a name (not None) that is not busy; u: max_new uniforms."""
         if not 0 < len(sequence) <= self.limit:
             raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
@@ -170,7 +170,7 @@ class Sampler:
     def prepare(self, compile):
         """Sets the kv engine up for the device, and compares it with the model."""
         lm, self.gpu = self.lm, self.lm.device.type == "cuda"
-        self.ahead = 4 if self.gpu else 0  # steps before each look, read when the next is queued
+        self.ahead = 4 if self.gpu else 0  # steps between looks; each is read at the next
         self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
         try:
             self.check()
@@ -189,14 +189,14 @@ class Sampler:
         """Builds the rows after the model's own cache, and runs four tokens through both: in the
         rows one alone, two after it, one decoded. ValueError where hidden states differ."""
         model, ids = self.lm.model, torch.arange(4, device=self.lm.device)[None]
-        rope = str(getattr(model.config, "rope_parameters", ""))
+        rope, row = str(getattr(model.config, "rope_parameters", "")), ids.new_zeros(1)
         if not all_full(model.base_model) or "'dynamic'" in rope or "'longrope'" in rope:
             raise ValueError("some layers have sliding windows, or positions depend on length")
         theirs = model.base_model(input_ids=ids, use_cache=True)
         self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
         self.reserve(1, 4)
         parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows) for a, b, span, rows in
-                 ((0, 1, 0, ids[0, :1]), (1, 3, 3, ids[0, :1]), (3, 4, 4, None))]
+                 ((0, 1, 0, row), (1, 3, 3, row), (3, 4, 4, None))]
         ours, theirs = torch.cat(parts, 1).float(), theirs.last_hidden_state.float()
         off, norm = (ours - theirs).norm().item(), theirs.norm().item()
         if not off <= (1e-3 if model.dtype == torch.float32 else 0.1) * norm:
@@ -291,7 +291,7 @@ class Sampler:
         for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
             for host in (self.names, self.length):
                 host[gap], host[late] = host[late], host[gap]
-            moves += [(gap, late)] + [(late, gap)] * (self.names[late] is not None)
+            moves += [(gap, late), (late, gap)] if self.names[late] is not None else [(gap, late)]
         if moves:
             self.rows.copy(moves, max(self.length[target] for target, _ in moves))
 
@@ -436,8 +436,8 @@ def next_prompts(lm, asks, limit):
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """A coroutine for one trajectory. It yields (texts, ids before) and is sent one text, its ids;
-    None, and is sent a game's answer or a Response; and at its end (None, (turns, episode))."""
+    """A coroutine for one trajectory. It yields (texts, ids before) to be sent (text, its ids);
+    None to be sent a game's answer or a Response; at its end (None, (turns, episode))."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))  # the game's first answer

@@ -168,7 +168,7 @@ def pack(turns, config, iteration, device):
         for group in micro_batches(samples, config.tokens_per_micro_batch):
             batch, n = make_batch([sample[:2] for sample in group]).to(device), len(ordered)
             ordered += [turn for sample in group for turn in sample[2]]
-            tokens = slice(m, m := m + len(batch.turn_of))
+            m, tokens = m + len(batch.turn_of), slice(m, m + len(batch.turn_of))
             batches[-1].append(MicroBatch(batch, tokens, slice(n, len(ordered))))
     return Played(ordered, device), batches
 
@@ -206,7 +206,7 @@ def turn_level_targets(played, v, q, config):
     adv = normalize_advantages(adv, invalid=played.invalid, c_inv=config.c_inv,
                                group=everyone())  # SAPO: one rollout per task, one mean for all
     return Targets(adv[played.turn_of], v, q, discounted_returns(*paid, gamma=config.gamma),
-                   y_v / config.r_max, y_q / config.r_max)
+                   y_v / config.r_max, y_q / config.r_max)  # not clipped to [-1, 1]
 
 
 class Learner:
@@ -233,14 +233,14 @@ class Learner:
             v = torch.zeros_like(v)  # V is untrained; Q does not enter the advantage anyway
         return turn_level_targets(played, v, q, self.config)
 
-    def loss(self, micro, old, ref, targets, tokens, turns):
-        """Line 6, Eq. 12 of a micro-batch -> (loss, info). tokens, turns: counts on all ranks."""
+    def loss(self, micro, old, ref, targets, n_tokens, n_turns):
+        """Line 6, Eq. 12 of a micro-batch -> (loss, info). n_tokens, n_turns are all ranks'."""
         c, m, n = self.config, micro.tokens, micro.turns
         return sapo_loss(
             *self.lm.score(micro.batch), logp_old=old.logp[m], adv=targets.adv[m],
             logp_ref=None if ref is None else ref[m], p_v_old=old.p_v[n], p_q_old=old.p_q[n],
             y_v=targets.y_v[n], y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip_v, clip_q=c.clip_q,
-            c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=tokens, turns=turns)
+            c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
     def step(self, mini, old, ref, targets, iteration):
         """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers."""
@@ -269,8 +269,8 @@ class Learner:
 
 
 def take_step(model, optimizer, mini, config, loss_of):
-    """One optimizer step on the sum of all ranks' losses; loss_of(micro) gives (loss, info) -> the
-    infos' sums (*_max: maxima; shares: at most 1). A step that is not finite is not taken."""
+    """One optimizer step on the sum of all ranks' losses -> the sums of their infos (*_max: maxima;
+    shares: at most 1). loss_of(micro): (loss, info). A step that is not finite is not taken."""
     model.zero_grad(set_to_none=True)
     model.train(config.checkpointing)  # transformers recomputes activations in this mode alone
     infos = []
@@ -310,15 +310,15 @@ def sampler_for(lm, config, temperature=1.0):
 class Config:
     """The paper's settings, else verl-agent's, else ours. A comment is its flag's --help."""
 
-    env: str = "house"  # house, alfworld or webshop
+    env: str = "house"  # house, alfworld, webshop or MODULE:CLASS
     model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name (Qwen2.5-1.5B), a folder
     data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: its catalogue's
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: Count = 0  # random seed
-    iterations: Count = 150  # of rollout and update; lr ends with them: adding some raises it
+    iterations: Count = 150  # of rollout and update; with --lr_end below 1, more of them raise lr
     algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
-    tasks: Size = 128  # |B|: trajectories an iteration, of tasks / group different tasks
+    tasks: Size = 128  # |B|: trajectories an iteration; --group of them share a task
     group: Size = None  # trajectories of the same task; default 8 for what compares them, else 1
     context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
@@ -359,7 +359,7 @@ class Config:
     checkpointing: bool = False  # recompute activations: less memory, a third more time
     moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
 
-    eval_games: Count = None  # held-out games; default the env's, or (not house) --tasks below 64
+    eval_games: Count = None  # held-out games; default the env's; outside house --tasks if below 64
     eval_every: Count = 0  # iterations between evaluations while training, whose best is kept
     save_every: Size = None  # iterations between checkpoints; default: they take 1/20 of the time
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
@@ -556,9 +556,9 @@ def prepare(config, pool):
     prompts = [pool.env.episode(*answer).window_prompt() for answer in begun]
     for key in range(len(begun)):
         pool.drop(key)
-    mean, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
+    middle, spread, saturated = readout_at_start(lm, [lm.chat.first(text) for text in prompts])
     say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
-        f"difference {mean:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
+        f"difference {middle:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
     return fitted(lm, config)
 
 
@@ -605,11 +605,11 @@ def run(config):
 class Rival(Learner):
     """Eq. 12 without the values: the policy's own V and Q are not trained."""
 
-    def loss(self, micro, old, ref, targets, tokens, turns):
+    def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         c, logp, h = self.config, *self.lm.score(micro.batch)[:2]
         return actor_loss(logp, h, logp_old=old.logp[micro.tokens], adv=targets.adv[micro.tokens],
                           logp_ref=None if ref is None else ref[micro.tokens], clip=c.clip,
-                          beta=c.beta, c_h=c.c_h, tokens=tokens)
+                          beta=c.beta, c_h=c.c_h, tokens=n_tokens)
 
 
 class Grouped(Rival):
@@ -676,8 +676,8 @@ class SeparateCritic(Rival):
         made = turn_level_targets(played, v, torch.zeros_like(v), self.config)
         return made._replace(value_old=value, value_target=made.y_v)
 
-    def loss_critic(self, micro, old, ref, targets, tokens, turns):
-        part, count = getattr(micro, self.axis), tokens if self.axis == "tokens" else turns
+    def loss_critic(self, micro, old, ref, targets, n_tokens, n_turns):
+        part, count = getattr(micro, self.axis), n_tokens if self.axis == "tokens" else n_turns
         return value_loss(self.values(micro), targets.value_old[part], targets.value_target[part],
                           clip=self.config.clip_v, denom=count)[0], {}
 

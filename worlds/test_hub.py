@@ -1,6 +1,9 @@
 """Tests of worlds/hub.py and of loading: what is wrong with a model is said in one line."""
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -89,3 +92,20 @@ def test_without_a_network_a_name_is_refused_at_once(monkeypatch):
         with pytest.raises(ValueError, match=f"{hub.hub_id(name)} is not in the cache.*HF_END"):
             load(name)
     assert hub.constants.HF_HUB_OFFLINE
+
+
+def test_a_trained_model_on_the_hub_is_read_as_it_was_trained(tmp_path):
+    """By a process that knows the hub's cache alone: its tokenizer, its two words and tau_v."""
+    cached = tmp_path / "hub" / "models--me--run"
+    folder = cached / "snapshots" / ("0" * 40)
+    shutil.copytree(f"{ROOT}/results/tiny-house", folder)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    (folder / "sapo.json").write_text('{"value_ids": [3, 4], "tau_v": 0.25, "r_max": 5.0}')
+    code = ("from model import load; lm = load('me/run'); "
+            "print(lm.chat.first('take mug 1'), lm.value_ids, lm.tau_v, lm.r_max)")
+    offline = dict(os.environ, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=offline, text=True,
+                          capture_output=True, check=True).stdout
+    ids = load(f"{ROOT}/results/tiny-house").chat.first("take mug 1")
+    assert told.split("\n")[-2] == f"{ids} (3, 4) 0.25 5.0"
