@@ -560,8 +560,9 @@ def options_for(given):
     return {k: given[k] for k in known(given["env"]).flags if given.get(k) is not None}
 
 
-def default_workers(name, ranks=1):
+def default_workers(name):
     """One process per core, at most 16, shared by a machine's ranks; the house needs none."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     return 0 if name == "house" else max(1, min(16, os.cpu_count() // ranks))
 
 

@@ -139,7 +139,7 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
     ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []
     ids = spaced(ids, config.eval_games)
     first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
-    usual, out = (TEMPERATURE, 1.0)[:2 if config.env == "house" else 1], {}
+    usual, out = (TEMPERATURE, 1.0) if config.env == "house" else (TEMPERATURE,), {}
     for temperature in (temperatures or usual) if ids else ():
         over = play(sampler_at(temperature), dict(enumerate(ids[first:last], first)), pool,
                     seed=config.seed, rows=config.rows, history=config.history)
@@ -351,7 +351,7 @@ def evaluate(args):
         lm = load(args.weights, words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
                           max_prompt=args.max_prompt, max_context=args.max_context)
-    workers = envs.default_workers(args.env, world()) if args.workers is None else args.workers
+    workers = envs.default_workers(args.env) if args.workers is None else args.workers
     with contextlib.closing(envs.Pool(args.env, options, workers)) as pool:
         records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))
     if rank() > 0:

@@ -1612,6 +1612,18 @@ def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog)
     monkeypatch.setattr(fast, "compiled", lambda function: function)
     assert fast.compiled_scoring(lm) is lm and "compiled scoring" in caplog.text
 
+    def of_other_tokens(function):  # the gradients, much larger numbers, are right
+        def run(*args):
+            logp, h = function(*args)
+            return logp + (logp.roll(1) - logp).detach(), h
+        return run
+
+    lm = dataclasses.replace(lm, model=copy.deepcopy(lm.model).bfloat16())
+    monkeypatch.setattr(fast, "compiled_layers", lambda body: body)
+    assert fast.compiled_scoring(lm) is not lm
+    monkeypatch.setattr(fast, "compiled", of_other_tokens)
+    assert fast.compiled_scoring(lm) is lm
+
 
 @pytest.mark.parametrize("context", ["window", "full"])
 @pytest.mark.parametrize("compile", [False, True])

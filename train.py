@@ -407,9 +407,9 @@ def preset_of(config):
 def with_defaults(config):
     """Fills in what follows from other settings or from the machine."""
     env, few = envs.known(config.env), config.tasks < 64 and config.env != "house"
-    cuda, ranks = torch.cuda.is_available(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
     defaults = {"horizon": env.horizon, "max_prompt": env.max_prompt,
-                "workers": envs.default_workers(config.env, ranks),
+                "workers": envs.default_workers(config.env),
                 "dtype": "bfloat16" if cuda else "float32", "compile": cuda,
                 "eval_games": config.tasks if few else env.held_out[1],
                 "group": 8 if LEARNERS[config.algo] is Grouped else 1}

@@ -18,6 +18,7 @@ if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceba
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -250,6 +251,8 @@ def play_games(lm, args, options, games):
             print(f"{engine:8}{context:9}{len(turns):6}{sampler.tokens_encoded:10}{n:10}"
                   f"{n / sampler.tokens_decoded:8.0%}{seconds:9.2f}{pool.seconds / seconds:11.0%}"
                   f"{n / seconds:10.0f}  {same:.0%}", flush=True)
+            del sampler
+            gc.collect()  # it refers to itself, and would keep its memory
 
 
 class Parser(machine.Parser):
@@ -424,10 +427,10 @@ TRAJECTORIES = {
 
 
 def prepare(parser, argv):
-    """Flags -> args, the Config of the others, and the model with random weights. args.out: whether
-    --out was given."""
+    """Flags -> args, the Config of the others, and the model with random weights. args.keep:
+    whether --out was given."""
     args, rest = parser.parse_known_args(argv)
-    args.out = any(word.split("=")[0] == "--out" for word in rest)
+    args.keep = any(word.split("=")[0] == "--out" for word in rest)
     config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
     if config.model != "tiny":
@@ -539,7 +542,7 @@ def iteration_main(argv):
     print_memory(lm, learners, peak)
     fresh = off[::len(learners)]  # of those that learned first, before the policy had moved
     print(f"log-probs of sampler and trainer differ by {np.median(fresh):.2g} on average")
-    if args.out:
+    if args.keep:
         os.makedirs(config.out, exist_ok=True)
         runs.write_file(f"{config.out}/bench.json", json.dumps(
             {"model": config.model, "context": config.context, "old": config.old,
@@ -557,9 +560,11 @@ def print_phases(lm, config, args, seconds, batches):
     peak = limits(lm.device)[1] if torch.cuda.is_available() else None
     for name, passes in PHASES.items():
         mine, line = seconds[config.algo][name], [times[name] for times in seconds.values()]
-        speed = f"{real / mine:14.0f}" if mine else ""
-        if peak and passes and mine:
-            mfu = passes * operations(lm, real, scored, squares) / mine / peak
+        whole = mine and not (name == "old" and config.old == "rollout")  # else one micro-batch
+        speed = f"{real / mine:14.0f}" if whole else ""
+        if peak and passes and whole:
+            words = 0 if name in ("values", "critic") else scored  # a critic has no such head
+            mfu = passes * operations(lm, real, words, squares) / mine / peak
             speed += f", MFU {mfu:.1%}"
         if any(line):
             print(f"{name:15}" + "".join(f"{x:9.2f} s" for x in line) + speed)
@@ -576,10 +581,12 @@ def ratio_to_ppo(costs):
 
 
 def print_memory(lm, learners, peak):
-    """Bytes that every step holds: the first six entries of machine.memory_needed."""
-    kept = {algo: sum(list(machine.memory_needed(
-        lm.model.config, its.config, len(its.optimizers) > 1).values())[:6])
-        for algo, its in learners.items()}
+    """Bytes that every step holds, by machine.memory_needed."""
+    kept = {}
+    for algo, its in learners.items():
+        needed = machine.memory_needed(lm.model.config, its.config, len(its.optimizers) > 1)
+        kept[algo] = sum(n for what, n in needed.items()
+                         if not what.startswith(("activations", "logits")))
     print("what training keeps, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")

@@ -18,6 +18,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 import random
@@ -280,6 +281,8 @@ def admissible_share(lm, pool, games, context, step, config):
     sampler = train.sampler_for(lm, dataclasses.replace(config, context=context))
     turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE), rows=config.rows,
                     history=config.history)
+    del sampler
+    gc.collect()  # it refers to itself, and would keep its memory
     return float(np.mean([turn.admissible for turn in turns]))
 
 

@@ -54,7 +54,7 @@ class Endpoint:
         threading.Thread(target=answer, daemon=True).start()  # Ctrl-C does not wait for a daemon
 
     def run(self, steps=None):
-        """The answers that are there. It waits for one unless a game is asked (`steps`)."""
+        """The answers that are there. It waits for one unless a game computes (`steps`)."""
         done, _ = wait(self.open, None if steps is None else 0, FIRST_COMPLETED)
         self.steps += steps or 0
         return [(self.open.pop(request), SimpleNamespace(

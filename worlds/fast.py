@@ -17,7 +17,7 @@ def say(text):
 
 
 def compiled(eager, fast=None):
-    """A function, compiled for all shapes (by `fast`, where that is given). Where compiling fails,
+    """A function, compiled for all shapes (`fast`, if given, already is). Where compiling fails,
     now or later, the function is run as it is from then on."""
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would give up silently
@@ -62,9 +62,9 @@ def compiled_scoring(lm):
         scores = one.token_scores(hidden, ids.flatten(), one.head, one.value_index)
         sum(x.sum() for x in scores).backward()
         norms = [p.grad.float().norm() for p in lm.model.parameters() if p.grad is not None]
-        found.append(torch.cat([*scores, torch.stack(norms)]).detach())
+        found.append([x.detach() for x in (*scores, torch.stack(norms))])
         lm.model.zero_grad(set_to_none=True)
-    return fast if alike(lm, *found, "compiled scoring") else lm
+    return fast if all(alike(lm, *pair, "compiled scoring") for pair in zip(*found)) else lm
 
 
 def alike(lm, theirs, ours, what):
@@ -115,7 +115,7 @@ class Captured:
 
 def compiled_for(sampler, function):
     """A method of a sampler, compiled for all rows and lengths. The compiler is told which sizes
-    never change, for about each of the others it reasons in every layer."""
+    never change: about every other one it reasons in each layer."""
     run, rows, known = compiled(function), sampler.rows, [None]
 
     def call(*args):
@@ -145,9 +145,10 @@ def accelerate(sampler, compile):
             sampler.reserve(1, longest)
     stops = sampler.is_stop.clone()
     sampler.is_stop.zero_()  # for now no word ends a response; in place, as graphs read it
-    for sampler.encoder, sampler.decoder, how in ways:
+    for encoder, decoder, how in ways:
+        sampler.encoder, sampler.decoder = encoder, decoder
         found = try_out(sampler)
-        if getattr(sampler.decoder, "works", True) and all(
+        if getattr(decoder, "works", True) and all(
                 alike(sampler.lm, *pair, f"{how}sampling") for pair in found):
             break
     else:
@@ -160,7 +161,7 @@ def accelerate(sampler, compile):
 @torch.no_grad()
 def try_out(sampler):
     """Answers two short prompts, in context "full" in two parts each -> [(the model's, the
-    sampler's own)]: hidden states, log-probs of the tokens drawn, and the uniforms of these."""
+    sampler's own)]: hidden states, log-probs, the uniform near u that draws the token, and u."""
     lm, rows, u = sampler.lm, sampler.rows, 0.5
     parts = ([0, 1, 2], [3]), ([0, 1, 2, 4], [3, 5, 6, 7, 8])
     parts, states, drawn = parts if sampler.context == "full" else parts[1:], [], []

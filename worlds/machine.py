@@ -290,7 +290,7 @@ class AdamW(torch.optim.Optimizer):
         return {n: self.state[p] for n, p in params if p in self.state}
 
     def take(self, states):
-        """Takes this rank's share of what `numbered` gave on any rank, of any number of them."""
+        """Takes this rank's share of one rank's `numbered`, however many ranks there were."""
         for n, p in enumerate(self.param_groups[0]["params"]):
             if n in states and self.owner[n] == rank():
                 self.state[p] = {k: x.to(p.device, copy=True) if isinstance(x, torch.Tensor) else x
@@ -357,8 +357,8 @@ def one_line_errors(script, *known):
         sys.exit(line)
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
-    finally:
-        if dist.is_initialized():
+    finally:  # after an error NCCL would wait here for ranks that wait elsewhere, without a word
+        if dist.is_initialized() and (dist.get_backend() == "gloo" or not sys.exc_info()[0]):
             dist.destroy_process_group()
 
 
@@ -417,7 +417,7 @@ def peak_memory():
 
 def memory_needed(arch, config, critic=False):
     """{what: bytes on one rank} of the largest things an update holds, from the architecture (a
-    transformers config) and train.py's settings alone. The first six are held in every step."""
+    transformers config) and train.py's settings alone. The last two are not held all the time."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(arch)
     sizes = [p.numel() for p in model.parameters()]

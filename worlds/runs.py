@@ -7,9 +7,10 @@
     RUN/final             the last weights, a Hugging Face folder
     RUN/.lock             held by the process that writes; the system lets go of it when that dies
 
-A file or folder is written under another name and renamed, so that a kill leaves the old or the
-new. checksums.json in a folder of weights tells when one of its files has changed since. The folder
-of a finished iteration is deleted only once the next one is whole.
+A file or folder is written under another name and renamed, so that a kill leaves the old (of a
+folder perhaps as PATH.old) or the new. checksums.json in a folder of weights tells when one of its
+files has changed since. The folder of a finished iteration is deleted only once the next one is
+whole.
 """
 import contextlib
 import fcntl

@@ -1,10 +1,12 @@
 """Tests of worlds/machine.py."""
+import contextlib
 import json
 import time
 from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from worlds import machine
 
@@ -97,6 +99,20 @@ def test_torchruns_last_words_quote_the_error(tmp_path, monkeypatch):
         with machine.one_line_errors("train.py"):
             raise ValueError("no such thing")
     assert json.loads(report.read_text())["message"]["message"] == "train.py: no such thing"
+
+
+@pytest.mark.parametrize("backend, left", [("gloo", 3), ("nccl", 1)])
+def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, backend, left):
+    """NCCL's way of leaving waits for all ranks, of which the others wait in a collective."""
+    leaving = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: leaving.append(backend))
+    for error in (None, ValueError("a game fails"), KeyboardInterrupt()):
+        with contextlib.suppress(SystemExit), machine.one_line_errors("train.py"):
+            if error:
+                raise error
+    assert len(leaving) == left
 
 
 def test_settings_of_another_type_are_refused_by_name():
