@@ -631,8 +631,9 @@ class Games:
 
 def worker_main():
     """A worker process: answers messages, and while there are none loads the games to be played
-    next. It ignores Ctrl-C, and ends when its parent closes the pipe."""
+    next. It ends when its parent closes the pipe, which may use it to finish after a signal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.filterwarnings("ignore", "webshop: ")  # the parent has warned already
     conn, games, coming = Connection(int(sys.argv[2])), Games(*json.loads(sys.argv[3])), []
     while True:

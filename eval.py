@@ -133,7 +133,7 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
     """A run of train.py plays its --eval_games at verl-agent's temperature, in the house at 1 as
     well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
     them. sampler_at: temperature -> a Sampler."""
-    if path and config.resume and os.path.isfile(path):
+    if path and config.resume and gather([os.path.isfile(path)])[0]:  # all do as rank 0
         return {float(t): records for t, records in read_json(path).items()}
     env, options = envs.known(config.env), envs.options_for(vars(config))
     ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []

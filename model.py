@@ -138,15 +138,15 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, **kwarg
             raise ValueError(f"attention with {name}")
     mask, sdpa = attention_mask, F.scaled_dot_product_attention
     grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, D
-    if mask is None:  # enable_gqa is fast only without a mask
+    if mask is None and not (query.is_cuda and query.dtype == torch.float32):
         shared = {"enable_gqa": True} if groups > 1 else {}  # compiled, groups > 1 is no bool
         out = sdpa(query, key, value, is_causal=True, scale=scaling, **shared)
-    elif query.shape[2] == 1:  # the heads that share K and V are folded into the query axis
+    elif mask is not None and query.shape[2] == 1:  # heads that share K and V become queries
         out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
         out = out.flatten(1, 2)[:, :, None]
-    else:  # one head of each group after the other, so that the mask is not repeated either
-        parts = [sdpa(q, key, value, mask, scale=scaling) for q in grouped.unbind(2)]
-        out = torch.stack(parts, 2).flatten(1, 2)
+    else:  # one head of each group after the other: no mask is repeated, and GPUs' float32 is fast
+        out = [sdpa(q, key, value, mask, 0, mask is None, scale=scaling) for q in grouped.unbind(2)]
+        out = torch.stack(out, 2).flatten(1, 2)
     return out.transpose(1, 2), None
 
 

@@ -827,10 +827,23 @@ def test_options_that_are_nobodys_are_refused():
     ("", None, False), ("look", None, False), ("\u60f3" * 40, None, False),
     ("<think>a</think> Now I WILL go to the fridge 1", None, False),
     ("<think>a</think></action>look<action>", None, False),
+    ("</action><think>a</think><action>look</action>", None, False),
     ("<think>long enough</think><action>look", None, False),
     ("<think>long enough</think>look</action>", None, False)])
 def test_parse_action(text, action, valid):
     assert parse_action(text, 30) == (text.lower()[-30:] if action is None else action, valid)
+
+
+def test_what_holds_for_all_games_of_an_environment():
+    """verl-agent's numbers; the house's are ours."""
+    found = {name: (env.horizon, env.max_prompt, env.fallback, env.held_out)
+             for name, env in envs.ENVS.items()}
+    assert found == {"house": (20, 2048, 30, ("test", 192)),
+                     "alfworld": (50, 2048, 30, ("valid_seen", 140)),
+                     "webshop": (15, 4096, 20, ("test", 500))}
+    for model, mini_batch in (("tiny", 128), ("another", 64)):  # the later preset beats the earlier
+        config = train.Config(env="webshop", model=model)
+        assert train.preset_of(config)["mini_batch"] == mini_batch
 
 
 def conversation(turns):
@@ -2371,6 +2384,7 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
     torch.testing.assert_close(targets.adv, torch.tensor([(a - mean) / std for a in adv]),
                                atol=1e-4, rtol=1e-4)
     assert len(targets.v) == len(targets.q) == len(turns) and not targets.q.any()
+    assert targets.returns.tolist() == [total[t.traj] for t in turns]
     before = [p.clone() for p in learner.lm.model.parameters()]
     learner.steps = 100  # the learning rate's warm-up is over
     infos = [case.step() for _ in range(30)]
@@ -2457,6 +2471,92 @@ def test_advantages_are_normalised_over_turns_and_not_over_tokens(tmp_path):
     std = math.sqrt(sum((a - mean) ** 2 for a in adv) / len(adv))
     expected = [(a - mean) / std for a in adv]
     assert each_turns_advantage(case) == pytest.approx(expected, abs=1e-4)
+    returns = [sum(0.95 ** (o.turn - t.turn) * o.reward for o in turns
+                   if o.traj == t.traj and o.turn >= t.turn) for t in turns]
+    assert case.targets.returns.tolist() == pytest.approx(returns)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo", "sapo-separate"])
+def test_a_rivals_policy_loss_is_sapos_without_the_values(tmp_path, algo, unclipped):
+    case = with_advantages(tmp_path, "--algo", algo, "--clip", "0.15", "--beta", "0.05", "--c_h",
+                           "0.02")
+    torch.manual_seed(0)
+    old = case.old._replace(logp=case.old.logp + 0.3 * torch.randn_like(case.old.logp))
+    case = case._replace(old=old, ref=case.ref + 0.3 * torch.randn_like(case.ref))
+    info, lm = case.step(), case.learner.lm
+    found = gradient(lm.model)
+    sapo = train.Learner(lm, dataclasses.replace(case.learner.config, algo="sapo", c_v=0.0,
+                                                 c_q=0.0))
+    sapo.optimizers[""], zeros = NoStep(lm.model), torch.zeros_like(old.p_v)
+    sapo.clock.start()
+    wanted = case._replace(learner=sapo, targets=case.targets._replace(y_v=zeros, y_q=zeros)).step()
+    for key in ("loss", "loss_policy", "kl", "entropy", "clip_fraction"):
+        assert info[key] == pytest.approx(wanted[key]) and info[key], key
+    torch.testing.assert_close(found, gradient(lm.model))
+
+
+@pytest.mark.parametrize("algo, axis", [("ppo", "tokens"), ("sapo-separate", "turns")])
+def test_a_critics_loss_is_clipped_and_a_mean(tmp_path, algo, axis):
+    case = with_advantages(tmp_path, "--algo", algo, "--clip_v", "0.04", "--lr", "1e-3",
+                           "--critic_lr", "3e-3")
+    learner, targets = case.learner, case.targets
+    assert learner.rate("_critic", 0) == pytest.approx(3 * learner.rate("", 0))
+    torch.manual_seed(0)
+    then = targets.value_old + 0.1 * torch.randn_like(targets.value_old)
+    columns = [torch.cat([x[getattr(micro, axis)] for micro in case.batches[0]])
+               for x in (targets.value_old, then, targets.value_target)]
+    info = case._replace(targets=targets._replace(value_old=then)).step()
+    assert info["loss_critic"] == pytest.approx(value_by_loop(*columns, 0.04), rel=1e-4)
+
+
+def test_r_max_and_tau_v_are_the_flags_and_not_the_models(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(f"{HERE}/results/tiny-house", folder)
+    (folder / "checksums.json").unlink(missing_ok=True)
+    (folder / "sapo.json").write_text('{"value_ids": [599, 600], "tau_v": 0.25, "r_max": 5.0}')
+    for flags, wanted in (((), (1.0, 10.0)), (("--tau_v", "0.3", "--r_max", "4"), (0.3, 4.0))):
+        config = small_config(tmp_path / "run", "--model", str(folder), *flags)
+        with contextlib.closing(envs.Pool("house", envs.options_for(vars(config)))) as pool:
+            lm = train.prepare(config, pool)
+        assert (lm.tau_v, lm.r_max) == wanted
+    case = prepared(tmp_path)
+    ten, four = (train.turn_level_targets(case.played, case.targets.v, case.targets.q, c)
+                 for c in (case.learner.config, config))
+    torch.testing.assert_close(10 * ten.y_v, 4 * four.y_v)
+    torch.testing.assert_close(10 * ten.y_q, 4 * four.y_q)
+
+
+def test_the_norm_of_a_gradient_is_at_most_one(tmp_path):
+    case = prepared(tmp_path, "--c_v", "1000")
+    assert case.step()["grad_norm"] > 1
+    assert gradient(case.learner.lm.model).norm().item() == pytest.approx(1, rel=1e-4)
+
+
+def test_the_loop_hands_each_step_what_line_3_made(tmp_path, monkeypatch):
+    """The policy that played is the same for all steps of an iteration, the reference for all."""
+    class Watched(train.Learner):
+        def step(self, mini, old, ref, targets, iteration):
+            info = super().step(mini, old, ref, targets, iteration)
+            steps[iteration].append((old, info, self.optimizers[""].param_groups[0]["lr"]))
+            return info
+
+    def watched(sampler, *args, **options):
+        played.append((sampler.temperature, options["history"], options["seed"]))
+        return rollout(sampler, *args, **options)
+
+    played, steps = [], [[], [], []]
+    monkeypatch.setattr(train, "rollout", watched)
+    monkeypatch.setitem(train.LEARNERS, "sapo", Watched)
+    train.run(small_config(tmp_path / "run", "--iterations", "3", "--mini_batch", "6", "--lr",
+                           "1e-2", "--lr_warmup", "0", "--lr_end", "0.5", "--history", "1",
+                           "--eval_games", "0"))
+    assert played == [(1.0, 1, (0, n, train.ROLLOUT)) for n in range(3)]
+    for n, its in enumerate(steps):
+        assert len(its) > 2 and len({id(old) for old, _, _ in its}) == 1
+        assert its[0][1]["ratio_max"] == 1 < max(info["ratio_max"] for _, info, _ in its)
+        assert [lr for _, _, lr in its] == pytest.approx([1e-2 * (1 - n / 6)] * len(its))
+    kl = [its[0][1]["kl"] for its in steps]
+    assert kl[0] == 0 and min(kl[1:]) > 1e-4
 
 
 def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(tmp_path):
@@ -2802,6 +2902,10 @@ def test_two_ranks_train_as_one_does(tmp_path):
         for key in ("success", "turns", "tokens_sampled", "loss", "loss_v", "kl", "entropy",
                     "grad_norm"):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), key
+    before = [[json.loads(line) for line in open(tmp_path / n / "eval.jsonl")] for n in "12"]
+    one, two = ([(r["task"], r["temperature"], r["responses"]) for r in records
+                 if r["when"] == "before"] for records in before)
+    assert one == two and len(one) == 10
 
 
 # ------------------------------------------------------------------------- learner and survival

@@ -226,7 +226,7 @@ def begin_folder(out, settings, held, checkpoint=None):
     Another run that is there is renamed, as is one that was killed before its first checkpoint.
     ValueError: what is there must not be touched."""
     done = iterations_in(checkpoint)
-    barrier()  # rank 0 has claimed it
+    os.makedirs(out, exist_ok=True)  # rank 0 has; asked so, a network's folder is not stale
     if set(gather([(os.path.exists(f"{out}/.lock"), done)])) != {(True, done)}:
         raise ValueError(f"all machines must see the same folder {out}, and these do not")
     on_first_rank(write_start, out, settings, held, checkpoint)
@@ -244,7 +244,7 @@ def write_start(out, settings, held, checkpoint):
         shutil.rmtree(f"{out}/final", ignore_errors=True)
         for name in ("eval.json", "eval.jsonl", "cost.json", "curves.png"):
             Path(out, name).unlink(missing_ok=True)
-    elif set(os.listdir(out)) - {".lock"}:
+    elif set(os.listdir(out)) - {".lock", "config.json.new"}:  # the latter: of a full disk
         try:
             found = settings_of(out)
         except ValueError as error:
