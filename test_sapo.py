@@ -1503,6 +1503,7 @@ def test_attention_without_copies_is_attention(heads, kv_heads):
 def test_compiled_the_same_is_sampled(context, monkeypatch):
     if not GPU:  # C++ takes a minute to compile; what is traced is the same
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
     lm, counters = random_model("qwen2", 3, layers=1), torch._dynamo.utils.counters
     turns, graphs = [], []
     for compile in (False, True, True):
@@ -1519,6 +1520,7 @@ def test_compiled_the_same_is_sampled(context, monkeypatch):
 def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.backends.cuda.enable_cudnn_sdp(True)
+    torch._dynamo.reset()
     lm, found = random_model("qwen2", 3, layers=4), []
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # graphs keep the attention they begin with
     samples, graphs = make_samples(play(lm, "kv", "full", 1.0)[0], "window"), {}
@@ -1538,6 +1540,22 @@ def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
         torch.testing.assert_close(others, found[0], atol=1e-4, rtol=1e-4)
     made = [*graphs.values()]
     assert made[0] == made[1] < made[2] == made[3] <= made[1] + 6 and made[4] == made[5]
+
+
+@pytest.mark.parametrize("flags", [[], ["--checkpointing"]])
+def test_updates_use_the_graphs_that_were_tried_out(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    lm = random_model("qwen2", 1)
+    config = small_config(tmp_path, *flags, "--compile", "--tokens_per_micro_batch", "1000")
+    case = prepared(tmp_path, *flags, "--tokens_per_micro_batch", "2000",
+                    lm=machine.fitted(lm, config))
+    assert case.learner.lm.compile and not lm.model.training
+    assert all(len(micro.batch.ids) > 1 for micro in case.micros())
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for n in range(len(case.batches)):
+        case.step(n)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
 
 
 def as_on_a_gpu(monkeypatch):
@@ -1583,7 +1601,7 @@ def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypat
     same_tokens_and_values(plain, turns)
     assert not isinstance(sampler.decoder, fast.Captured)
     batch = make_batch([sample[:2] for sample in make_samples(turns, "window")])
-    for ours, theirs in zip(fast.compiled_scoring(lm).score(batch), lm.score(batch)):
+    for ours, theirs in zip(fast.compiled_scoring(lm, 1000).score(batch), lm.score(batch)):
         assert torch.equal(ours, theirs)
     said = [record.getMessage() for record in caplog.records]
     assert all("\n" not in line for line in said)
@@ -1623,7 +1641,7 @@ def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog)
     monkeypatch.setattr(fast, "compiled_layers", lambda body: lambda **inputs: (
         types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
     monkeypatch.setattr(fast, "compiled", lambda function: function)
-    assert fast.compiled_scoring(lm) is lm and "compiled scoring" in caplog.text
+    assert fast.compiled_scoring(lm, 1000) is lm and "compiled scoring" in caplog.text
 
     def of_other_tokens(function):  # the gradients, much larger numbers, are right
         def run(*args):
@@ -1633,9 +1651,9 @@ def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog)
 
     lm = dataclasses.replace(lm, model=copy.deepcopy(lm.model).bfloat16())
     monkeypatch.setattr(fast, "compiled_layers", lambda body: body)
-    assert fast.compiled_scoring(lm) is not lm
+    assert fast.compiled_scoring(lm, 1000) is not lm
     monkeypatch.setattr(fast, "compiled", of_other_tokens)
-    assert fast.compiled_scoring(lm) is lm
+    assert fast.compiled_scoring(lm, 1000) is lm
 
 
 @pytest.mark.parametrize("context", ["window", "full"])

@@ -4,6 +4,7 @@ line says so."""
 import copy
 import dataclasses
 import logging
+import types
 
 import numpy as np
 import torch
@@ -51,18 +52,23 @@ def compiled_layers(body):
     return compiled(body, fast)
 
 
-def compiled_scoring(lm):
+def compiled_scoring(lm, tokens):
     """-> lm (model.ActorCritic) with scoring compiled; lm itself where log-probs, entropies or
-    gradients of two short sequences come out otherwise."""
-    words, found = [i for i in range(20) if i not in lm.value_ids], []
-    ids, fast = torch.tensor([words[:5], words[5:10]]), dataclasses.replace(lm, compile=True)
-    ids = ids.to(lm.device)
+    gradients come out otherwise. It is tried out on about as many `tokens` as a micro-batch has,
+    because the compiler plans for the sizes that it sees first."""
+    length, found = min(500, lm.max_length), []
+    words = torch.tensor([i for i in range(20) if i not in lm.value_ids], device=lm.device)
+    row, col = torch.ones(max(2, tokens // length), length - 1, device=lm.device).nonzero().T
+    seq = torch.arange(row[-1] + 1, device=lm.device)
+    batch = types.SimpleNamespace(
+        ids=words[torch.arange(len(seq) * length, device=lm.device) ** 2 % 18].view(-1, length),
+        row=row, col=col + 1, seq=seq, start=torch.ones_like(seq), end=seq * 0 + length)
+    fast = dataclasses.replace(lm, compile=True)
     for one in (lm, fast):
-        hidden = one.body(ids).flatten(0, 1)
-        scores = one.token_scores(hidden, ids.flatten(), one.head, one.value_index)
+        scores = one.score(batch)
         sum(x.sum() for x in scores).backward()
         norms = [p.grad.float().norm() for p in lm.model.parameters() if p.grad is not None]
-        found.append([x.detach() for x in (*scores, torch.stack(norms))])
+        found.append([scores.logp.detach(), scores.entropy.detach(), torch.stack(norms)])
         lm.model.zero_grad(set_to_none=True)
     return fast if all(alike(lm, *pair, "compiled scoring") for pair in zip(*found)) else lm
 
@@ -125,7 +131,6 @@ def compiled_for(sampler, function):
                 torch._dynamo.mark_static(x, (1, 3))
             for x in (rows.hidden, rows.u, rows.tokens, rows.logp, rows.p):
                 torch._dynamo.mark_static(x, 1)
-            torch._dynamo.mark_static(sampler.lm.value_index, 0)
         return run(*args)
     return call
 

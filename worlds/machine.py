@@ -310,7 +310,11 @@ def fitted(lm, config):
     if not config.compile:
         return lm
     say("compiling what scores and samples; the first time takes minutes, --eager goes without")
-    return compiled_scoring(lm)
+    lm.model.train(config.checkpointing)  # as in an update
+    try:
+        return compiled_scoring(lm, config.tokens_per_micro_batch)
+    finally:
+        lm.model.eval()
 
 
 def sum_and_clip_gradients(model, most):
