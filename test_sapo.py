@@ -2432,9 +2432,9 @@ def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_pat
         return [p.grad.float() for p in critic.parameters()]
 
     critic, policy = learner.critic, learner.lm
-    usual, frugal = gradients(critic), copy.deepcopy(critic)
-    frugal.body.gradient_checkpointing_enable({"use_reentrant": False})
-    calls = []
+    usual, calls = gradients(critic), []
+    frugal = Critic(machine.fitted(policy, dataclasses.replace(config, checkpointing=True)))
+    frugal.load_state_dict(critic.state_dict())
     frugal.body.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for a, b in zip(usual, gradients(frugal, checkpointing=True)):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
@@ -2970,7 +2970,7 @@ def test_compiled_layers_recompute_their_activations(tmp_path, monkeypatch, capl
     found = []
     for compile in (False, True):
         lm, saved = random_model("qwen2", 1), []
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        lm = machine.fitted(lm, small_config(tmp_path, "--checkpointing"))
         case = prepared(tmp_path, "--checkpointing", lm=dataclasses.replace(lm, compile=compile))
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
                                                       lambda x: x):
@@ -2986,9 +2986,7 @@ def test_recomputed_activations_change_no_gradient(tmp_path, unclipped):
     found = []
     for flags in ((), ("--checkpointing",)):
         case = prepared(tmp_path, *flags)
-        model, calls = case.learner.lm.model, []
-        if flags:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model, calls = machine.fitted(case.learner.lm, case.learner.config).model, []
         model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         case.step()
         assert len(calls) == (2 if flags else 1) * len(case.batches[0])

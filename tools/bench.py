@@ -636,16 +636,17 @@ def update_main(argv):
     turns = invent(talker(lm, config, args.response), config, args)
     samples = [sample[:2] for sample in train.make_samples(turns, config.context)[:256]]
     longest, budget = max(len(ids) for ids, _ in samples), config.tokens_per_micro_batch
-    few = samples[:max(1, min(8192, budget) // longest)]  # all logits of more would not fit
-    some = [make_batch(few).to(lm.device)]
+    lm.model.train(config.checkpointing)  # as in an update
     if torch.cuda.is_available():
-        peaks = []
+        whole, peaks = make_batch(samples[:max(1, budget // longest)]).to(lm.device), []
         for loss_of in (body_alone, body_alone, chunked):  # the first one makes the gradients
             torch.cuda.reset_peak_memory_stats()
-            forward_backward(lm, some, loss_of)
+            forward_backward(lm, [whole], loss_of)
             peaks.append(machine.peak_memory())
-        print(f"the loss of a micro-batch of {some[0].ids.numel()} tokens takes "
+        print(f"the loss of a micro-batch of {whole.ids.numel()} tokens takes "
               f"{peaks[2] - peaks[1]:.2f} GB beside its body's {peaks[1]:.2f}")
+    few = samples[:max(1, min(8192, budget) // longest)]  # all logits of more would not fit
+    some = [make_batch(few).to(lm.device)]
     tidy = [make_batch(group).to(lm.device) for group in micro_batches(samples, budget)]
     compare(lm, "response positions in chunks, against all logits", (some, all_logits),
             (some, chunked), args.repeats)

@@ -306,7 +306,8 @@ def fitted(lm, config):
         dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
         if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
             raise ValueError("--checkpointing: this model has dropout, which would be active")
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(lm.model, "activation_checkpointing_enable", None)  # 5.17 has the other
+        (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not config.compile:
         return lm
     say("compiling what scores and samples; the first time takes minutes, --eager goes without")
