@@ -276,7 +276,7 @@ def complete(args):
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
     run = Path(args.model)
-    part = run.name in ("best", "final")  # of a run, whose settings lie beside it
+    part = re.fullmatch(r"best|final|checkpoint-\d+", run.name)  # of a run
     config = Path(run.parent if part else run, "config.json")
     weights = run if part else next(run.glob("final"), None) or newest_checkpoint(run)
     weights = weights if config.is_file() and not args.endpoint else None

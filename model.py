@@ -3,13 +3,13 @@
     readouts       two logits of a causal LM as a value in [-1, 1], a policy without them    Eq. 1-3
     choose         draws a token by one uniform number
     ActorCritic    a Hugging Face model, its chat format, its two reserved words; `score` is one
-                   forward pass over a Batch: log-probs, entropy, V and Q
+                   forward pass over a Batch: log-probs, entropy, readouts of V and Q
     Critic         the separate value model that PPO needs and SAPO does not
-    load           by hub id, folder or bare name; "tiny" is built on the spot
+    load           by hub id, folder or bare name; "tiny" has random weights
 
 A training sample is a token sequence with one or more turns in it; a turn is the span [start, end)
 of its response. V is read at start - 1, Q at end - 1, the last token the policy chose. Shapes: B
-sequences, T tokens, M response tokens, N turns, V vocabulary, D width. `# SAPO:` marks what is new.
+sequences, T tokens, M response tokens, N turns, W words, D width. `# SAPO:` marks what is new.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
 import contextlib
@@ -32,13 +32,13 @@ from transformers.utils import cached_file
 # ------------------------------------------------------------------ readouts (copy these alone)
 
 def value_readout(logits, value_ids, *, tau):
-    """Eq. 1. Logits (..., V) and the ids (w+, w-) -> p in [-1, 1], (...). V and Q are R_max p."""
+    """Eq. 1. Logits (..., W) and the ids (w+, w-) -> p in [-1, 1], (...). V and Q are R_max p."""
     plus, minus = (logits[..., i] for i in value_ids)
     return ((plus - minus) / tau).clamp(-1, 1)  # Eq. 1  # SAPO: a value without a value head
 
 
 def restricted_log_softmax(logits, value_ids):
-    """Eq. 3. Logits (..., V) -> log-probs of every word but the two reserved ones, whose
+    """Eq. 3. Logits (..., W) -> log-probs of every word but the two reserved ones, whose
     probability is exactly 0. 16-bit logits are raised to float32 first."""
     value_ids = torch.as_tensor(value_ids, device=logits.device)
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
@@ -47,7 +47,7 @@ def restricted_log_softmax(logits, value_ids):
 
 
 def entropy(logp, value_ids):
-    """Entropy in nats of restricted log-probs, (..., V) -> (...), in which 0 * -inf counts 0."""
+    """Entropy in nats of restricted log-probs, (..., W) -> (...), in which 0 * -inf counts 0."""
     value_ids = torch.as_tensor(value_ids, device=logp.device)
     return -(logp.exp() * logp.index_fill(-1, value_ids, 0.0)).sum(-1)
 
@@ -104,7 +104,7 @@ BLOCK = 128  # words in a block of `choose`
 
 
 def choose(logits, u, value_ids, temperature):
-    """(R, V) logits, (R,) uniforms in [0, 1) -> token (R,), log-prob (R,). Temperature 0 is greedy.
+    """(R, W) logits, (R,) uniforms in [0, 1) -> token (R,), log-prob (R,). Temperature 0 is greedy.
 
     It inverts the cumulative distribution in two steps, first the block of words and then the word,
     because a GPU scans a whole vocabulary slowly. Sums are float64, and the first entry *above* u
@@ -164,7 +164,7 @@ def all_full(body):
 
 def token_scores(hidden, token, head, value_ids):
     """Hidden states (M, D), the tokens (M,) that followed -> their log-probs, the entropy, (M,)."""
-    logp = restricted_log_softmax(head(hidden).float(), value_ids)  # (M, V)
+    logp = restricted_log_softmax(head(hidden).float(), value_ids)  # (M, W)
     return logp.gather(1, token[:, None])[:, 0], entropy(logp, value_ids)
 
 
@@ -415,7 +415,7 @@ def main():
     import envs  # only for the tiny model's words
     from worlds.machine import Parser, one_line_errors
     parser = Parser(description="Reads V and Q of one turn.")
-    parser.add_argument("--model", default="tiny", help="tiny, a folder, a hub id or a bare name")
+    parser.add_argument("--model", default="tiny", help="tiny (random), folder, hub id or name")
     with one_line_errors("model.py"), torch.no_grad():
         lm = load(parser.parse_args().model, words=envs.words())
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")

@@ -7,8 +7,8 @@
 
 Tokens are drawn by uniform numbers that depend on (seed, iteration, trajectory, turn) alone, so
 engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
-`window` builds each turn's prompt anew from the last k turns; in `full`, which the paper does not
-have, the conversation and its cache grow. Shapes: R rows, T tokens, S positions, H heads of size D
+`window` makes each turn's prompt anew, of the last turns; in `full`, which the paper does not have,
+the conversation and its cache grow. Shapes: R rows, T tokens, S positions, H heads of size D
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
 from collections import deque
@@ -436,8 +436,8 @@ def next_prompts(lm, asks, limit):
 
 
 def play(traj, task, sampler, pool, seed, prompts):
-    """A coroutine for one trajectory. It yields (texts, ids before) to be sent (text, its ids);
-    None to be sent a game's answer or a Response; at its end (None, (turns, episode))."""
+    """A coroutine for one trajectory. It yields what it waits for: (texts, ids before) for the text
+    that fits and its ids, None for a game's answer or a Response; last (None, (turns, episode))."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     pool.start(traj, task)
     episode = pool.env.episode(*(yield))  # the game's first answer
@@ -525,7 +525,7 @@ def main():
     from worlds.machine import Parser, one_line_errors
 
     parser = Parser(description="Samples one prompt with both engines.")
-    parser.add_argument("--model", default="tiny", help="tiny, a folder, a hub id or a bare name")
+    parser.add_argument("--model", default="tiny", help="tiny (random), folder, hub id or name")
     with one_line_errors("rollout.py"):
         lm, env = load(parser.parse_args().model, words=envs.words()), envs.make_env("house")
         print(prompt := env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt())

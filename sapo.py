@@ -80,7 +80,7 @@ def episode_returns(traj, reward):
 def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
     """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std; never NaN.
 
-    invalid (N,)  turns whose response breaks the format; they are charged c_inv first
+    invalid (N,)  turns whose response breaks the format; they are charged c_inv, in units of return
     valid (N,)    turns that count, as padding does not (None: all); the others get 0
     group         the torch.distributed group of ranks with one mean and std (None: this rank)"""
     check_shapes(adv, invalid, valid)

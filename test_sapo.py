@@ -3254,10 +3254,11 @@ def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, n
                  "--eval_games", 2, "--out", "run")
 
 
-def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch):
+def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "normalize_advantages", lambda adv, **_: adv * NAN)
     with pytest.raises(SystemExit, match="5 steps in a row"):
         run_main(train, monkeypatch, *SMALL, "--mini_batch", 3, "--out", tmp_path / "run")
+    assert "5 steps skipped" in capsys.readouterr().out
     # The checkpoint before it is the last good one, and here there was none.
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
@@ -3381,7 +3382,7 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
     best = load(str(run / "best")).model.state_dict()
     final = load(str(run / "final")).model.state_dict()
     assert not all(x.equal(best[name]) for name, x in final.items())
-    for part in ("best", "final"):  # either is evaluated as the run was
+    for part in ("best", "final", "checkpoint-4"):  # each is evaluated as the run was
         args = evaluation.make_parser().parse_args(["--model", f"{run}/{part}"])
         assert evaluation.complete(args) == run / part
         assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)

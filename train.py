@@ -80,7 +80,8 @@ def train(lm, pool, config, checkpoint=None):
             metrics |= eval_now(lm, pool, config, iteration + 1)
             write_log(metrics, turns, config)
             bar.say(f"success {metrics['success']:.0%}, V explains "
-                    f"{metrics['v_explained_variance']:.0%}")
+                    f"{metrics['v_explained_variance']:.0%}"
+                    + f", {metrics['skipped']} steps skipped" * (metrics["skipped"] > 0))
             if learner.failed == PATIENCE:
                 raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr")
             done = iteration + 1
@@ -316,7 +317,7 @@ class Config:
     goals: str = "synthetic"  # webshop: synthetic or human
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: Count = 0  # random seed
-    iterations: Count = 150  # of rollout and update; with --lr_end below 1, more of them raise lr
+    iterations: Count = 150  # of rollout and update; more of them stretch --lr_end's line
     algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
     tasks: Size = 128  # |B|: trajectories an iteration; --group of them share a task
     group: Size = None  # trajectories of the same task; default 8 for what compares them, else 1
@@ -340,7 +341,7 @@ class Config:
     r_max: Positive = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]; nothing checks it
     tau_v: Positive = 1.0  # value temperature, Eq. 1; not taken over from a trained --model
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
-    c_inv: Weight = 0.1  # charge on a turn that breaks the format, Eq. 7; grpo etc.: after the std
+    c_inv: Weight = 0.1  # a malformed turn's charge, as a return, Eq. 7; grpo etc.: after std
     clip: Positive = 0.2  # epsilon, Eq. 9
     clip_v: Positive = 0.2  # epsilon_V, Eq. 10
     clip_q: Positive = 0.2  # epsilon_Q
@@ -477,8 +478,7 @@ def summary(turns, targets, steps, used, categories):
                                           (line 3), update; a separate critic's values and critic;
                                           save: the last checkpoint; total, without held_out
     """
-    v, q, returns = (torch.tensor(gather(x.tolist()))
-                     for x in (targets.v, targets.q, targets.returns))
+    v, q, returns = (torch.tensor(gather(x.tolist())) for x in targets[1:4])
     names = "won score truncated outgrown category done invalid admissible".split()
     rows = gather([{name: getattr(t, name) for name in names} for t in turns])
     ends = [row for row in rows if row["done"]]

@@ -175,7 +175,7 @@ def rounded_length(n):
 # ------------------------------------------------------------------------------- reading the files
 
 WHERE_DATA_IS = (
-    "results/README.md says where WebShop's catalogue is to be had; --data (or WEBSHOP_DATA) "
+    "the gdown commands in results/README.md fetch WebShop's catalogue; --data (or WEBSHOP_DATA) "
     "names the folder that holds items_shuffle.json, items_ins_v2.json and items_human_ins.json, "
     "or the first two as items_shuffle_1000.json and items_ins_v2_1000.json")
 
