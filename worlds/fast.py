@@ -56,13 +56,14 @@ def compiled_scoring(lm, tokens):
     """-> lm (model.ActorCritic) with scoring compiled; lm itself where log-probs, entropies or
     gradients come out otherwise. It is tried out on about as many `tokens` as a micro-batch has,
     because the compiler plans for the sizes that it sees first."""
-    length, found = min(500, lm.max_length), []
-    words = torch.tensor([i for i in range(20) if i not in lm.value_ids], device=lm.device)
-    row, col = torch.ones(max(2, tokens // length), length - 1, device=lm.device).nonzero().T
-    seq = torch.arange(row[-1] + 1, device=lm.device)
-    batch = types.SimpleNamespace(
-        ids=words[torch.arange(len(seq) * length, device=lm.device) ** 2 % 18].view(-1, length),
-        row=row, col=col + 1, seq=seq, start=torch.ones_like(seq), end=seq * 0 + length)
+    length = min(500, lm.max_length)
+    rows, found = max(2, tokens // length), []
+    words = torch.tensor([i for i in range(20) if i not in lm.value_ids])
+    row, col = torch.ones(rows, length - 1).nonzero().T  # a response is all but its first token
+    batch = {"ids": words[torch.arange(rows * length) ** 2 % len(words)].view(rows, length),
+             "row": row, "col": col + 1, "seq": torch.arange(rows),
+             "start": torch.ones(rows).long(), "end": torch.full((rows,), length)}
+    batch = types.SimpleNamespace(**{name: x.to(lm.device) for name, x in batch.items()})
     fast = dataclasses.replace(lm, compile=True)
     for one in (lm, fast):
         scores = one.score(batch)
