@@ -71,6 +71,7 @@ def compiled_scoring(lm, tokens):
         norms = [p.grad.float().norm() for p in lm.model.parameters() if p.grad is not None]
         found.append([scores.logp.detach(), scores.entropy.detach(), torch.stack(norms)])
         lm.model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()  # the sampler looks at what is free
     return fast if all(alike(lm, *pair, "compiled scoring") for pair in zip(*found)) else lm
 
 
