@@ -276,17 +276,14 @@ def complete(args):
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
     run = Path(args.model)
-    part = re.fullmatch(r"best|final|checkpoint-\d+", run.name)  # of a run
+    part = (re.fullmatch(r"best|final|checkpoint-\d+", run.name)  # of a run
+            and "env" in read_settings(run.parent / "config.json"))
     config = Path(run.parent if part else run, "config.json")
     weights = run if part else next(run.glob("final"), None) or newest_checkpoint(run)
     weights = weights if config.is_file() and not args.endpoint else None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    if weights:
-        stored = read_settings(config)
-        if "env" not in stored:
-            raise ValueError(f"{config} is no run's: it names no environment")
-        known |= typed(SHARED, stored, config)
+    known |= typed(SHARED, settings_of(config.parent), config) if weights else {}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
     if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's
@@ -339,7 +336,10 @@ def evaluate(args):
     args.split, args.goals = args.split or env.held_out[0], options.get("goals")
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
     kinds = [args.split, *sorted({args.goals, args.prompt} - {None, "synthetic", "plain"})]
-    out = args.out or (args.model if weights else ".")
+    if weights == Path(args.model):  # RUN/best and the like: files of their own in the run
+        kinds.insert(0, weights.name)
+    run = weights.parent if weights else Path(args.model)
+    out = args.out or (str(run) if weights else ".")
     out = Path(out) if out.endswith(".json") else Path(out, f"eval-{'-'.join(kinds)}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     if args.endpoint:
@@ -359,7 +359,7 @@ def evaluate(args):
     asked = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table", "workers")}
     result = report(records) | asked
     write_file(out, json.dumps(result, indent=1))
-    title = f"{Path(args.model).name}, {', '.join(kinds)}, T = {args.temperature:g}"
+    title = f"{run.name}, {', '.join(kinds)}, T = {args.temperature:g}"
     print(table({title: result}, env))
     if outgrown := sum(r["outgrown"] for r in records):
         print(f"{outgrown} of {len(records)} episodes outgrew --max_prompt or --max_context")

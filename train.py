@@ -80,8 +80,7 @@ def train(lm, pool, config, checkpoint=None):
             metrics |= eval_now(lm, pool, config, iteration + 1)
             write_log(metrics, turns, config)
             bar.say(f"success {metrics['success']:.0%}, V explains "
-                    f"{metrics['v_explained_variance']:.0%}"
-                    + f", {metrics['skipped']} steps skipped" * (metrics["skipped"] > 0))
+                    f"{metrics['v_explained_variance']:.0%}")
             if learner.failed == PATIENCE:
                 raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr")
             done = iteration + 1
@@ -245,8 +244,7 @@ class Learner:
 
     def step(self, mini, old, ref, targets, iteration):
         """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers."""
-        sizes = [[micro.tokens.stop - micro.tokens.start, micro.turns.stop - micro.turns.start]
-                 for micro in mini]
+        sizes = [[len(micro.batch.turn_of), len(micro.batch.start)] for micro in mini]
         sizes = [max(1, sum(n)) for n in zip(*gather(sizes + [[0, 0]]))]  # on all ranks
         info = {}
         for suffix, (model, loss) in self.trained().items():
@@ -283,9 +281,10 @@ def take_step(model, optimizer, mini, config, loss_of):
     infos = gather([{k: float(x) for k, x in info.items()} for info in infos])
     out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
     out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
-    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
-    if finite:
+    if finite := bool(np.isfinite(out["loss"]) and np.isfinite(norm)):
         optimizer.step()
+    else:
+        say(f"a step is skipped: its loss is {out['loss']:g}, its gradient's norm {norm:g}")
     return out | {"grad_norm": norm, "skipped": int(not finite)}
 
 
@@ -478,7 +477,8 @@ def summary(turns, targets, steps, used, categories):
                                           (line 3), update; a separate critic's values and critic;
                                           save: the last checkpoint; total, without held_out
     """
-    v, q, returns = (torch.tensor(gather(x.tolist())) for x in targets[1:4])
+    v, q, returns = (torch.tensor(gather(x.tolist()))
+                     for x in (targets.v, targets.q, targets.returns))
     names = "won score truncated outgrown category done invalid admissible".split()
     rows = gather([{name: getattr(t, name) for name in names} for t in turns])
     ends = [row for row in rows if row["done"]]

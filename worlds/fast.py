@@ -1,6 +1,5 @@
 """What makes a GPU fast and changes no result: torch.compile and captured CUDA graphs. Each is
-tried out at a small size before it is used; what fails or comes out otherwise is left out, and a
-line says so."""
+tried out before it is used; what fails or comes out otherwise is left out, and a line says so."""
 import copy
 import dataclasses
 import logging
@@ -57,10 +56,11 @@ def compiled_scoring(lm, tokens):
     gradients come out otherwise. It is tried out on about as many `tokens` as a micro-batch has,
     because the compiler plans for the sizes that it sees first."""
     length = min(500, lm.max_length)
-    rows, found = max(2, tokens // length), []
+    rows, found = max(2, tokens // length) | 1, []  # odd, unlike all widths, so no sizes merge
     words = torch.tensor([i for i in range(20) if i not in lm.value_ids])
+    dice = torch.Generator().manual_seed(0)
     row, col = torch.ones(rows, length - 1).nonzero().T  # a response is all but its first token
-    batch = {"ids": words[torch.arange(rows * length) ** 2 % len(words)].view(rows, length),
+    batch = {"ids": words[torch.randint(len(words), (rows, length), generator=dice)],
              "row": row, "col": col + 1, "seq": torch.arange(rows),
              "start": torch.ones(rows).long(), "end": torch.full((rows,), length)}
     batch = types.SimpleNamespace(**{name: x.to(lm.device) for name, x in batch.items()})
@@ -71,7 +71,9 @@ def compiled_scoring(lm, tokens):
         norms = [p.grad.float().norm() for p in lm.model.parameters() if p.grad is not None]
         found.append([scores.logp.detach(), scores.entropy.detach(), torch.stack(norms)])
         lm.model.zero_grad(set_to_none=True)
-    torch.cuda.empty_cache()  # the sampler looks at what is free
+    torch.cuda.empty_cache()  # the sampler looks at what is free, and a run's peak is its own
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     return fast if all(alike(lm, *pair, "compiled scoring") for pair in zip(*found)) else lm
 
 

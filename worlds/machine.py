@@ -306,7 +306,8 @@ def fitted(lm, config):
         dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
         if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
             raise ValueError("--checkpointing: this model has dropout, which would be active")
-        enable = getattr(lm.model, "activation_checkpointing_enable", None)  # 5.17 has the other
+        # transformers 5.17 knows the second name alone, and 6 will know the first
+        enable = getattr(lm.model, "activation_checkpointing_enable", None)
         (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not config.compile:
         return lm
