@@ -3393,7 +3393,7 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
         assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
     shutil.copytree(run / "final", tmp_path / "other" / "checkpoint-4")  # of another trainer
     shutil.copy(run / "final" / "config.json", tmp_path / "other")
-    for name in ("none/best", "other/checkpoint-4"):
+    for name in ("none/best", "other/checkpoint-4", "other"):
         stray = evaluation.make_parser().parse_args(["--model", str(tmp_path / name)])
         assert evaluation.complete(stray) is None and stray.max_new == 512
     run_main(evaluation, monkeypatch, "--model", run / "best", "--limit", 2)
