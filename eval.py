@@ -278,12 +278,12 @@ def complete(args):
     run = Path(args.model)
     part = (re.fullmatch(r"best|final|checkpoint-\d+", run.name)  # of a run
             and "env" in read_settings(run.parent / "config.json"))
-    stored = read_settings(Path(run.parent if part else run, "config.json"))
+    stored = read_settings(config := Path(run.parent if part else run, "config.json"))
     weights = run if part else next(run.glob("final"), None) or newest_checkpoint(run)
     weights = weights if "env" in stored and not args.endpoint else None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    known |= typed(SHARED, stored, f"{run}'s config.json") if weights else {}
+    known |= typed(SHARED, stored, config) if weights else {}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
     if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's

@@ -3048,19 +3048,21 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, 
     assert done and metrics.read_text().splitlines()[:done] == kept
 
 
-def test_a_run_that_is_told_to_stop_saves_its_iteration_and_goes_on_later(tmp_path):
-    told = Alone(*SMALL, "--iterations", 99, "--save_every", 99, "--out", tmp_path)
-    metrics = tmp_path / "metrics.jsonl"
+def test_a_run_that_is_told_to_stop_saves_its_iteration_and_goes_on_later(tmp_path, strong):
+    flags, out = [*SMALL, *strong, "--lr_end", 1, "--save_every", 99], tmp_path / "told"
+    told, metrics = Alone(*flags, "--iterations", 99, "--out", out), out / "metrics.jsonl"
     while told.running() and not (metrics.is_file() and metrics.read_text()):
         time.sleep(0.01)
     told.processes[0].terminate()
     told.processes[0].join(300)
     assert told.processes[0].exitcode == 1
     done, kept = len(read_lines(metrics)), metrics.read_text()
-    assert [*checkpoints(tmp_path)] == [done]
-    Alone("--resume", "--iterations", done + 1, "--out", tmp_path).finish()
+    assert [*checkpoints(out)] == [done]
+    Alone("--resume", "--iterations", done + 1, "--out", out).finish()
     assert metrics.read_text().startswith(kept)  # with its seconds: it was not run again
-    check_run(tmp_path, done + 1)
+    check_run(out, done + 1)
+    Alone(*flags, "--iterations", done + 1, "--out", tmp_path / "whole").finish()
+    assert outcome(out) == outcome(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("first, flags", [
