@@ -29,10 +29,11 @@ import torch
 import envs
 from model import load
 from rollout import Sampler, next_prompts, trajectories, uniforms
-from worlds.machine import (Count, Parser, Size, Temperature, Workers, barrier, gather, join_ranks,
-                            one_line_errors, options_of, progress, rank, typed, world)
-from worlds.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
-                         settings_of, verify, write_file)
+from machine.cli import (Count, Parser, Size, Temperature, Workers, one_line_errors, options_of,
+                         progress, typed)
+from machine.ranks import barrier, gather, join_ranks, rank, world
+from machine.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
+                          settings_of, verify, write_file)
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; verl-agent's temperature
 EVALUATION = 5  # the seed of an attempt is (seed, 0, EVALUATION + attempt); see train.ROLLOUT

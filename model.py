@@ -200,7 +200,7 @@ class ActorCritic:
         self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
         self.trunk, self.token_scores = self.model.base_model, token_scores
         if self.compile:
-            from worlds.fast import compiled, compiled_layers
+            from machine.fast import compiled, compiled_layers
             self.trunk, self.token_scores = compiled_layers(self.trunk), compiled(token_scores)
 
     def body(self, ids):
@@ -303,7 +303,7 @@ class Critic(torch.nn.Module):
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
         self.__dict__["trunk"] = self.body  # past __setattr__: it would count weights twice
         if lm.compile:
-            from worlds.fast import compiled_layers
+            from machine.fast import compiled_layers
             self.__dict__["trunk"] = compiled_layers(self.body)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
@@ -413,7 +413,7 @@ def check_head(lm):
 
 def main():
     import envs  # only for the tiny model's words
-    from worlds.machine import Parser, one_line_errors
+    from machine.cli import Parser, one_line_errors
     parser = Parser(description="Reads V and Q of one turn.")
     parser.add_argument("--model", default="tiny", help="tiny (random), folder, hub id or name")
     with one_line_errors("model.py"), torch.no_grad():

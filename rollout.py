@@ -181,7 +181,7 @@ class Sampler:
                              f"--engine hf: {error}") from None
         self.encoder, self.decoder = self.forward, self.decode_one_token
         if compile or self.gpu:
-            from worlds.fast import accelerate
+            from machine.fast import accelerate
             accelerate(self, compile)
 
     @torch.no_grad()
@@ -522,7 +522,7 @@ def rollout(sampler, tasks, pool, **options):
 
 def main():
     import envs
-    from worlds.machine import Parser, one_line_errors
+    from machine.cli import Parser, one_line_errors
 
     parser = Parser(description="Samples one prompt with both engines.")
     parser.add_argument("--model", default="tiny", help="tiny (random), folder, hub id or name")

@@ -53,12 +53,12 @@ from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
-from worlds import fast, machine, runs
+from machine import cli, fast, ranks, runs
 from worlds.curves import PANELS
 from worlds.endpoint import Endpoint
 from worlds.hub import hub_id
 from worlds.reserved import named_value_ids, readout_at_start
-from worlds.test_runs import checkpoints
+from machine.test_runs import checkpoints
 from worlds.tiny import is_tiny
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
 from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
@@ -1548,7 +1548,7 @@ def test_updates_use_the_graphs_that_were_tried_out(tmp_path, monkeypatch, caplo
     torch._dynamo.reset()
     lm = random_model("qwen2", 1, layers=1)
     config = small_config(tmp_path, *flags, "--compile", "--tokens_per_micro_batch", "1000")
-    lm = machine.fitted(lm, config)
+    lm = train.fitted(lm, config)
     case = prepared(tmp_path, *flags, "--tokens_per_micro_batch", "2000", lm=lm)
     play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     assert case.learner.lm.compile and not lm.model.training
@@ -2228,7 +2228,7 @@ def test_an_update_is_the_papers_loss_of_the_models_own_logits(tmp_path, context
 def test_the_reference_stays_where_the_policy_began(tmp_path):
     case = prepared(tmp_path, "--lr", "1e-2")
     model, learner = case.learner.lm.model, case.learner
-    learner.optimizers[""] = machine.AdamW(model.parameters(), learner.config.lr)
+    learner.optimizers[""] = ranks.AdamW(model.parameters(), learner.config.lr)
     began = [p.clone() for p in model.parameters()]
     case.step()
     assert all(a.equal(b) for a, b in zip(began, learner.reference.model.parameters()))
@@ -2435,7 +2435,7 @@ def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_pat
 
     critic, policy = learner.critic, learner.lm
     usual, calls = gradients(critic), []
-    frugal = Critic(machine.fitted(policy, dataclasses.replace(config, checkpointing=True)))
+    frugal = Critic(train.fitted(policy, dataclasses.replace(config, checkpointing=True)))
     frugal.load_state_dict(critic.state_dict())
     frugal.body.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for a, b in zip(usual, gradients(frugal, checkpointing=True)):
@@ -2972,7 +2972,7 @@ def test_compiled_layers_recompute_their_activations(tmp_path, monkeypatch, capl
     found = []
     for compile in (False, True):
         lm, saved = random_model("qwen2", 1), []
-        lm = machine.fitted(lm, small_config(tmp_path, "--checkpointing"))
+        lm = train.fitted(lm, small_config(tmp_path, "--checkpointing"))
         case = prepared(tmp_path, "--checkpointing", lm=dataclasses.replace(lm, compile=compile))
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
                                                       lambda x: x):
@@ -2988,7 +2988,7 @@ def test_recomputed_activations_change_no_gradient(tmp_path, unclipped):
     found = []
     for flags in ((), ("--checkpointing",)):
         case = prepared(tmp_path, *flags)
-        model, calls = machine.fitted(case.learner.lm, case.learner.config).model, []
+        model, calls = train.fitted(case.learner.lm, case.learner.config).model, []
         model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         case.step()
         assert len(calls) == (2 if flags else 1) * len(case.batches[0])
@@ -3131,20 +3131,20 @@ def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, 
     config = small_config(tmp_path, "--model", "Qwen2.5-7B", "--dtype", "bfloat16", "--moments",
                           "bfloat16", "--checkpointing")
     arch = AutoConfig.for_model("qwen2", **SEVEN_B)
-    needed = machine.memory_needed(arch, config)
+    needed = bench.memory_needed(arch, config)
     lasting = sum(needed[k] for k in ("weights", "gradients", "master weights", "moments"))
     assert lasting / 1e9 == pytest.approx(91, abs=1)  # as published for H200
     assert needed["reference"] / 1e9 == pytest.approx(15, abs=0.5)
     assert needed["activations of a micro-batch"] / 1e9 < 10 and not needed["critic"]
-    critic = machine.memory_needed(arch, config, critic=True)["critic"]
+    critic = bench.memory_needed(arch, config, critic=True)["critic"]
     assert critic == lasting
     with monkeypatch.context() as two:
-        two.setattr(machine, "world", lambda: 2)
+        two.setattr(ranks, "world", lambda: 2)
         for what in ("moments", "master weights"):
-            half = machine.memory_needed(arch, config)[what]
+            half = bench.memory_needed(arch, config)[what]
             assert half == pytest.approx(needed[what] / 2, rel=1e-3)
     lm = random_model("qwen2", 1)
-    needed = machine.memory_needed(lm.model.config, small_config(tmp_path))
+    needed = bench.memory_needed(lm.model.config, small_config(tmp_path))
     real = sum(p.numel() * p.element_size() for p in lm.model.parameters())
     assert needed["weights"] == needed["gradients"] == needed["reference"] == real
     assert needed["moments"] == 2 * real and not needed["master weights"]
@@ -3153,7 +3153,7 @@ def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, 
                         lambda _: types.SimpleNamespace(total_memory=80e9))
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: arch)
     with pytest.raises(ValueError, match="needs 1.. GB and the GPU has 80"):
-        machine.forecast_memory(arch, config)
+        none.forecast_memory(arch, config)
 
 
 def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):

@@ -34,16 +34,15 @@ from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
-from worlds.hub import locate
-from worlds.machine import (ROOT, AdamW, Clock, Count, Positive, Share, Size, Weight, Workers,
-                            alive, barrier, everyone, fitted, flags_of, forecast_memory, gather,
-                            join_ranks, mean, one_line_errors, peak_memory, progress, rank, say,
-                            sum_and_clip_gradients, typed, world)
+from machine.cli import (Count, Positive, Share, Size, Weight, Workers, alive, flags_of,
+                         one_line_errors, progress, typed)
+from machine.ranks import (AdamW, barrier, everyone, gather, join_ranks, mean, rank, say,
+                           sum_and_clip_gradients, world)
 from worlds.reserved import readout_at_start
-from worlds.runs import (begin_folder, best_of, claim, iterations_in, name_of, newest_checkpoint,
-                         restore, save_checkpoint, settings_of, signals_noted, verify, write_file,
-                         write_folder)
 from worlds.tiny import is_tiny
+from machine.runs import (ROOT, Clock, begin_folder, best_of, claim, iterations_in, name_of,
+                          newest_checkpoint, peak_memory, restore, save_checkpoint, settings_of,
+                          signals_noted, verify, write_file, write_folder)
 
 
 def train(lm, pool, config, checkpoint=None):
@@ -541,8 +540,6 @@ def prepare(config, pool):
     if name == "tiny":  # tools/imitate.py made these two
         name = f"{ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
     verify(name)
-    if not is_tiny(name):
-        forecast_memory(locate(name), config, issubclass(LEARNERS[config.algo], SeparateCritic))
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max, device=device)
@@ -560,6 +557,27 @@ def prepare(config, pool):
     say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
         f"difference {middle:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
     return fitted(lm, config)
+
+
+def fitted(lm, config):
+    """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
+    pass of training mode alone."""
+    from machine.fast import compiled_scoring
+    if config.checkpointing:
+        dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
+        if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
+            raise ValueError("--checkpointing: this model has dropout, which would be active")
+        # transformers 5.17 knows the second name alone, and 6 will know the first
+        enable = getattr(lm.model, "activation_checkpointing_enable", None)
+        (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if not config.compile:
+        return lm
+    say("compiling what scores and samples; the first time takes minutes, --eager goes without")
+    lm.model.train(config.checkpointing)  # as in an update
+    try:
+        return compiled_scoring(lm, config.tokens_per_micro_batch)
+    finally:
+        lm.model.eval()
 
 
 def run(config):

@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
@@ -40,7 +41,8 @@ import eval as evaluation
 import train
 from model import actor_critic, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import Rows, Sampler, Turn, rollout
-from worlds import machine, runs
+from machine import cli, runs
+from machine.ranks import shares_of_ranks
 from worlds.curves import COLORS
 from worlds.hub import locate
 from worlds.textworld import shortcuts
@@ -255,7 +257,7 @@ def play_games(lm, args, options, games):
             gc.collect()  # it refers to itself, and would keep its memory
 
 
-class Parser(machine.Parser):
+class Parser(cli.Parser):
     """flags: {name: (type, default, help)}. A flag of type bool takes no value."""
 
     def __init__(self, name, text, flags):
@@ -263,13 +265,13 @@ class Parser(machine.Parser):
         for flag, (kind, default, about) in flags.items():
             text = about if default in (None, False) else f"{about} [{default}]"
             self.add_argument(f"--{flag}", default=default, help=text,
-                              **machine.options_of(kind))
+                              **cli.options_of(kind))
 
 
 SAMPLING = {
     "model": (str, "tiny", "as for train.py"),
-    "rows": (machine.Size, 16, "prompts or games side by side"),
-    "new": (machine.number(int, 9, 10 ** 7), 64, "longest response in tokens"),
+    "rows": (cli.Size, 16, "prompts or games side by side"),
+    "new": (cli.number(int, 9, 10 ** 7), 64, "longest response in tokens"),
     "dtype": (Literal["float32", "bfloat16"],
               "bfloat16" if torch.cuda.is_available() else "float32", "of the weights"),
     "compile": (bool, False, "torch.compile for kv")}
@@ -284,7 +286,7 @@ def loaded(args, random_weights=False, device=None):
     dtype = getattr(torch, args.dtype)
     lm = (random_model(args.model, dtype, getattr(args, "seed", 0)) if random_weights
           else load(args.model, dtype=dtype, words=envs.words(), device=device))
-    count, device = sum(p.numel() for p in lm.model.parameters()), machine.versions()["versions"]
+    count, device = sum(p.numel() for p in lm.model.parameters()), runs.versions()["versions"]
     print(f"{args.model}: {count / 1e6:.1f} M parameters, {args.dtype} on {device['device']}",
           flush=True)
     return lm
@@ -293,10 +295,10 @@ def loaded(args, random_weights=False, device=None):
 def sampler_main(argv):
     args = Parser("sampler", "Both engines on the same random prompts.", SAMPLING | {
         "random_weights": (bool, False, "build the architecture of --model without its weights"),
-        "prompt": (machine.number(int, 2, 10 ** 7), 200, "mean length of the prompts in tokens"),
-        "mean": (machine.Count, None, "a random word in so many ends a response; 0: none does; "
+        "prompt": (cli.number(int, 2, 10 ** 7), 200, "mean length of the prompts in tokens"),
+        "mean": (cli.Count, None, "a random word in so many ends a response; 0: none does; "
                                     "default a third of --new"),
-        "repeats": (machine.Size, 3, "rounds")}).parse_args(argv)
+        "repeats": (cli.Size, 3, "rounds")}).parse_args(argv)
     lm = loaded(args, args.random_weights)
     if args.prompt * 3 // 2 + args.new > lm.max_length:
         raise ValueError(f"--prompt {args.prompt} and --new {args.new}: the longest prompt and its "
@@ -306,7 +308,7 @@ def sampler_main(argv):
 
 def games_main(argv):
     args = Parser("games", "Games with both engines in both contexts.", SAMPLING | GAMES | {
-        "horizon": (machine.Size, 8, "turns a game may take")}).parse_args(argv)
+        "horizon": (cli.Size, 8, "turns a game may take")}).parse_args(argv)
     options = envs.options_for(vars(args))
     games = envs.tasks(args.env, "train", **options)[:args.rows]
     play_games(loaded(args), args, options, games)
@@ -390,10 +392,10 @@ class Recorded:
 
 def host_main(argv):
     args = Parser("host", "The host's seconds in a rollout whose model and games cost nothing.",
-                  SAMPLING | GAMES | {"steps": (machine.Size, 50, "turns of a game"),
-                                      "decode": (machine.Weight, 0.0, "milliseconds of a decoding "
+                  SAMPLING | GAMES | {"steps": (cli.Size, 50, "turns of a game"),
+                                      "decode": (cli.Weight, 0.0, "milliseconds of a decoding "
                                                  "step, to see how long the GPU would be idle"),
-                                      "repeats": (machine.Size, 3, "rounds")}).parse_args(argv)
+                                      "repeats": (cli.Size, 3, "rounds")}).parse_args(argv)
     options = envs.options_for(vars(args)) | {"horizon": args.steps + 1}
     games = envs.tasks(args.env, "train", **options)
     pool = Recorded(args.env, options, games[::max(1, len(games) // 16)][:16], args.steps)
@@ -420,10 +422,10 @@ MEANING = {"rollout": "rollout: play the tasks", "old": "old: log-probs before t
            "ref": "ref: log-probs of the start", "values": "values: of the critic, old ones",
            "update": "update: of the policy", "critic": "critic: its update"}
 TRAJECTORIES = {
-    "turns": (machine.Size, 50, "turns of a trajectory"),
-    "prompt": (machine.number(int, 2, 10 ** 7), 500, "mean length of a prompt in tokens"),
-    "response": (machine.Size, 100, "mean length of a response in tokens"),
-    "repeats": (machine.Size, 3, "rounds")}
+    "turns": (cli.Size, 50, "turns of a trajectory"),
+    "prompt": (cli.number(int, 2, 10 ** 7), 500, "mean length of a prompt in tokens"),
+    "response": (cli.Size, 100, "mean length of a response in tokens"),
+    "repeats": (cli.Size, 3, "rounds")}
 
 
 def prepare(parser, argv):
@@ -434,8 +436,8 @@ def prepare(parser, argv):
     config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
     if config.model != "tiny":
-        machine.forecast_memory(architecture(config.model), config, getattr(args, "ppo", False))
-    return args, config, machine.fitted(loaded(config, random_weights=True), config)
+        cli.forecast_memory(architecture(config.model), config, getattr(args, "ppo", False))
+    return args, config, cli.fitted(loaded(config, random_weights=True), config)
 
 
 def talker(lm, config, mean):
@@ -537,7 +539,7 @@ def iteration_main(argv):
             off.append(difference)
     seconds = {algo: {name: float(np.median([lap.get(f"time_{name}", 0.0) for lap in some[1:]]))
                       for name in PHASES} for algo, some in laps.items()}
-    peak = machine.peak_memory()  # read now, because the table tries the GPU with large tensors
+    peak = runs.peak_memory()  # read now, because the table tries the GPU with large tensors
     print_phases(lm, config, args, seconds, [micro.batch for mini in batches for micro in mini])
     print_memory(lm, learners, peak)
     fresh = off[::len(learners)]  # of those that learned first, before the policy had moved
@@ -546,7 +548,7 @@ def iteration_main(argv):
         os.makedirs(config.out, exist_ok=True)
         runs.write_file(f"{config.out}/bench.json", json.dumps(
             {"model": config.model, "context": config.context, "old": config.old,
-             "seconds": seconds} | machine.versions(), indent=1))
+             "seconds": seconds} | runs.versions(), indent=1))
 
 
 def print_phases(lm, config, args, seconds, batches):
@@ -580,11 +582,31 @@ def ratio_to_ppo(costs):
     return f"   {algo} / ppo {costs[algo] / costs['ppo']:.3f}"
 
 
+def memory_needed(arch, config, critic=False):
+    """{what: bytes on one rank} of the largest things an update holds, from the architecture (a
+    transformers config) and train.py's settings alone. The last two are not held all the time."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(arch)
+    sizes = [p.numel() for p in model.parameters()]
+    weights, (_, share) = sum(sizes), shares_of_ranks(sizes)
+    width, layers = arch.hidden_size, arch.num_hidden_layers
+    size = 2 if config.dtype == "bfloat16" else 4
+    layer = size * (8 * width + 4 * arch.intermediate_size) + 16 * width  # kept for a token
+    kept = layer + layers * width * size if config.checkpointing else layer * layers
+    masters = share * 4 if size == 2 else 0
+    moments = share * 2 * (2 if config.moments == "bfloat16" else 4)
+    return {"weights": weights * size, "gradients": weights * size, "master weights": masters,
+            "moments": moments, "reference": weights * size if config.beta else 0,
+            "critic": 2 * weights * size + masters + moments if critic else 0,
+            "activations of a micro-batch": kept * config.tokens_per_micro_batch,
+            "logits of a chunk": 6 * 2 ** 28}
+
+
 def print_memory(lm, learners, peak):
-    """Bytes that every step holds, by machine.memory_needed."""
+    """Bytes that every step holds, by memory_needed."""
     kept = {}
     for algo, its in learners.items():
-        needed = machine.memory_needed(lm.model.config, its.config, len(its.optimizers) > 1)
+        needed = memory_needed(lm.model.config, its.config, len(its.optimizers) > 1)
         kept[algo] = sum(n for what, n in needed.items()
                          if not what.startswith(("activations", "logits")))
     print("what training keeps, computed: "
@@ -642,7 +664,7 @@ def update_main(argv):
         for loss_of in (body_alone, body_alone, chunked):  # the first one makes the gradients
             torch.cuda.reset_peak_memory_stats()
             forward_backward(lm, [whole], loss_of)
-            peaks.append(machine.peak_memory())
+            peaks.append(runs.peak_memory())
         print(f"the loss of a micro-batch of {whole.ids.numel()} tokens takes "
               f"{peaks[2] - peaks[1]:.2f} GB beside its body's {peaks[1]:.2f}")
     few = samples[:max(1, min(8192, budget) // longest)]  # all logits of more would not fit
@@ -789,8 +811,8 @@ def envs_main(argv):
     args = Parser("envs", "Load, reset and step of an environment, for alfworld beside "
                        "TextWorld's own engine; then 128 games in the pool.", GAMES | {
                            "split": (str, "train", "whose games are played"),
-                           "steps": (machine.Size, 50, "random steps a game"),
-                           "workers": (machine.Count, 2, "processes of the pool")}).parse_args(argv)
+                           "steps": (cli.Size, 50, "random steps a game"),
+                           "workers": (cli.Count, 2, "processes of the pool")}).parse_args(argv)
     options = envs.options_for(vars(args))
     print(f"{args.env}: loading its games", flush=True)
     games, options = envs.tasks(args.env, args.split, **options), options | {"horizon": args.steps}
@@ -807,9 +829,9 @@ def main():
     name, *argv = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(__doc__)
-    with machine.one_line_errors("bench.py", envs.GameError):
+    with cli.one_line_errors("bench.py", envs.GameError):
         if name in COMMANDS:
-            with machine.alive(lambda: f"bench.py {name} measures"):
+            with cli.alive(lambda: f"bench.py {name} measures"):
                 COMMANDS[name](argv)
         elif name not in ("-h", "--help"):
             raise ValueError(f"unknown measurement {name!r}; known: {', '.join(COMMANDS)}")

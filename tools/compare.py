@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from eval import group_runs
 from worlds.curves import style
-from worlds.machine import Parser, Share, one_line_errors
+from machine.cli import Parser, Share, one_line_errors
 
 WINDOW = 320  # episodes over which success is averaged
 LAST = 0.25  # share of a run's iterations at its end, over which explained variance is averaged

@@ -38,8 +38,8 @@ import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from model import load, make_batch, micro_batches, restricted_log_softmax
 from rollout import next_prompts, rollout
-from worlds import machine, runs
-from worlds.hub import locate
+from machine import cli, runs
+from machine.ranks import AdamW
 from worlds.tiny import is_tiny
 
 # ---------------------------------------------------------------------------- the demonstrators
@@ -243,7 +243,7 @@ def draw_batch(stock, size, refill):
 def imitate(lm, pool, config, flags, mapper=map):
     """Steps on demonstrations, until nearly all actions that the model samples in games it has not
     seen are admissible, or flags.steps are done."""
-    optimizer = machine.AdamW(lm.model.parameters(), config.lr,
+    optimizer = AdamW(lm.model.parameters(), config.lr,
                               moments=getattr(torch, config.moments))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
@@ -290,14 +290,14 @@ def admissible_share(lm, pool, games, context, step, config):
 
 DEMONSTRATIONS, PROBE = 3, 4  # streams of random numbers, after train.py's
 FLAGS = {  # name: (type, default, help)
-    "steps": (machine.Count, 5000, "optimizer steps, at most"),
-    "lr": (machine.Positive, 1e-5, "the highest learning rate"),
-    "batch": (machine.Size, 64, "turns a step"),
-    "text_weight": (machine.Weight, 0.0, "weight of predicting what is read, beside what is said"),
-    "until": (machine.Share, 0.98, "share of admissible actions, looked at every 200 steps, that "
+    "steps": (cli.Count, 5000, "optimizer steps, at most"),
+    "lr": (cli.Positive, 1e-5, "the highest learning rate"),
+    "batch": (cli.Size, 64, "turns a step"),
+    "text_weight": (cli.Weight, 0.0, "weight of predicting what is read, beside what is said"),
+    "until": (cli.Share, 0.98, "share of admissible actions, looked at every 200 steps, that "
                                  "ends it"),
-    "forget": (machine.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
-    "noise": (machine.Share, 0.2, "share of turns in which a random command is executed")}
+    "forget": (cli.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
+    "noise": (cli.Share, 0.2, "share of turns in which a random command is executed")}
 TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
 TRAIN = """env model data goals out seed context engine rows compile eager dtype history horizon
 places objects max_new max_prompt max_context workers r_max tau_v value_tokens
@@ -306,7 +306,7 @@ tokens_per_micro_batch checkpointing moments""".split()  # of train.py
 
 def parse(argv=None):
     """-> train.py's Config, and the flags of FLAGS. ValueError says what is wrong."""
-    parser = machine.Parser(description="Imitation, before Algorithm 1.", epilog="It also takes "
+    parser = cli.Parser(description="Imitation, before Algorithm 1.", epilog="It also takes "
                             f"these flags of train.py: --{' --'.join(TRAIN)}.")
     for name, (kind, default, text) in FLAGS.items():
         tiny = f"; tiny: {TINY[name]}" if name in TINY else ""
@@ -331,12 +331,10 @@ def parse(argv=None):
 def run(config, flags):
     print(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less",
           flush=True)
-    if not is_tiny(config.model):  # there is no reference
-        machine.forecast_memory(locate(config.model), dataclasses.replace(config, beta=0.0))
     lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed,
               words=envs.words(), value_tokens=config.value_tokens, tau_v=config.tau_v,
               r_max=config.r_max)
-    lm = machine.fitted(lm, config)
+    lm = train.fitted(lm, config)
     pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
     players = start_players(config.workers) if config.workers else None
     try:
@@ -350,7 +348,7 @@ def run(config, flags):
 
 
 def main():
-    with machine.one_line_errors("imitate.py", envs.GameError, concurrent.futures.BrokenExecutor):
+    with cli.one_line_errors("imitate.py", envs.GameError, concurrent.futures.BrokenExecutor):
         run(*parse())
 
 

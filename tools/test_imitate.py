@@ -11,7 +11,7 @@ from model import load, make_batch
 from tools import imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate
 from tools.test_bench import on_the_cpu, run_main, small_model  # the first one acts by itself
-from worlds import machine
+import train
 from worlds.tiny import is_tiny
 from worlds.test_textworld import TRIAL, needs_package, small_game
 
@@ -181,7 +181,7 @@ def test_it_ends_when_nearly_all_actions_are_admissible(monkeypatch):
 
 def test_the_share_of_admissible_actions():
     config, _ = imitate.parse(["--horizon", "3", "--max_new", "4"])
-    lm, pool = load(f"{machine.ROOT}/results/tiny-house"), envs.Pool("house", {"horizon": 3})
+    lm, pool = load(f"{runs.ROOT}/results/tiny-house"), envs.Pool("house", {"horizon": 3})
     games = envs.tasks("house", "train")[:3]
     shares = [imitate.admissible_share(model, pool, games, "window", 0, config)
               for model in (lm, load("tiny", words=envs.words()))]

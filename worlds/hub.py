@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
 
-from worlds.runs import read_json
+from machine.runs import read_json
 
 
 OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model import load
 from worlds import hub
-from worlds.machine import ROOT
+from machine.runs import ROOT
 
 
 def weights(change):

@@ -1,4 +1,4 @@
-"""Tests of worlds/machine.py."""
+"""Tests of machine/cli.py and machine/ranks.py."""
 import contextlib
 import json
 import time
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from worlds import machine
+from machine import cli, ranks, runs
 
 
 def steps_of(optimizer, p, gradients):
@@ -23,7 +23,7 @@ def test_adamw_is_adamw():
     start = torch.randn(50)
     gradients = [torch.randn(50) * 10 ** torch.randn(50) for _ in range(20)]
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    a = steps_of(machine.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
+    a = steps_of(ranks.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
     b = steps_of(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1), theirs, gradients)
     torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
@@ -34,9 +34,9 @@ def test_a_step_in_slices_is_a_step(monkeypatch, dtype):
     start = torch.randn(7, 5, dtype=dtype)
     gradients, ends = [torch.randn(7, 5) for _ in range(4)], []
     for size in (10 ** 9, 8):
-        monkeypatch.setattr(machine, "SLICE", size)
+        monkeypatch.setattr(ranks, "SLICE", size)
         p = torch.nn.Parameter(start.clone())
-        ends.append(steps_of(machine.AdamW([p], lr=1e-2), p, gradients))
+        ends.append(steps_of(ranks.AdamW([p], lr=1e-2), p, gradients))
     assert ends[0].equal(ends[1]) and not ends[0].equal(start)
 
 
@@ -47,7 +47,7 @@ def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
     alone, ours = (torch.nn.Parameter(start.clone()) for _ in range(2))
     stood = steps_of(torch.optim.AdamW([alone], lr=1e-6, weight_decay=0), alone, gradients) == start
     assert stood[start.abs() > 0.05].all()
-    optimizer = machine.AdamW([ours], lr=1e-6, weight_decay=0, moments=moments)
+    optimizer = ranks.AdamW([ours], lr=1e-6, weight_decay=0, moments=moments)
     steps_of(optimizer, ours, gradients)
     state, exact = optimizer.state[ours], torch.nn.Parameter(start.float())
     steps_of(torch.optim.AdamW([exact], lr=1e-6, weight_decay=0), exact,
@@ -67,8 +67,8 @@ def test_ranks_keep_shares_of_one_size(monkeypatch, ranks):
     """Qwen2.5-1.5B's shapes repeat every twelve tensors, so every n-th one would be uneven."""
     layer = [1536 ** 2, 1536, 256 * 1536, 256, 256 * 1536, 256, 1536 ** 2, *[8960 * 1536] * 3]
     sizes = [151936 * 1536, *(layer + [1536] * 2) * 28, 1536]
-    monkeypatch.setattr(machine, "world", lambda: ranks)
-    owner, most = machine.shares_of_ranks(sizes)
+    monkeypatch.setattr(ranks, "world", lambda: ranks)
+    owner, most = ranks.shares_of_ranks(sizes)
     kept = [sum(n for n, its in zip(sizes, owner) if its == r) for r in range(ranks)]
     assert len(owner) == len(sizes) and sum(kept) == sum(sizes) and max(kept) == most
     assert most < max(1.02 * sum(sizes) / ranks, 1.0001 * sizes[0])
@@ -78,8 +78,8 @@ def test_ranks_keep_shares_of_one_size(monkeypatch, ranks):
 
 def test_checkpoints_take_a_twentieth_of_the_time(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(machine.time, "time", lambda: now[0])
-    clock, saved = machine.Clock(), []
+    monkeypatch.setattr(cli.time, "time", lambda: now[0])
+    clock, saved = runs.Clock(), []
     for n in range(100):  # an iteration takes 10 seconds, a checkpoint 15
         now[0] += 10
         due = clock.save_is_due()
@@ -96,7 +96,7 @@ def test_torchruns_last_words_quote_the_error(tmp_path, monkeypatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     with pytest.raises(SystemExit, match="train.py: no such thing"):
-        with machine.one_line_errors("train.py"):
+        with cli.one_line_errors("train.py"):
             raise ValueError("no such thing")
     assert json.loads(report.read_text())["message"]["message"] == "train.py: no such thing"
 
@@ -109,30 +109,30 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, backend, le
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: leaving.append(backend))
     for error in (None, ValueError("a game fails"), KeyboardInterrupt()):
-        with contextlib.suppress(SystemExit), machine.one_line_errors("train.py"):
+        with contextlib.suppress(SystemExit), cli.one_line_errors("train.py"):
             if error:
                 raise error
     assert len(leaving) == left
 
 
 def test_settings_of_another_type_are_refused_by_name():
-    kinds = {"lr": machine.Positive, "seed": machine.Count, "env": str, "resume": bool,
+    kinds = {"lr": cli.Positive, "seed": cli.Count, "env": str, "resume": bool,
              "context": Literal["window", "full"], "value_tokens": tuple}
     good = {"lr": 0.1, "seed": 3, "env": "house", "resume": False, "context": "full",
             "value_tokens": ["a", "b"], "unknown": 1}
-    assert machine.typed(kinds, good | {"seed": None}, "x") == {
+    assert cli.typed(kinds, good | {"seed": None}, "x") == {
         k: v for k, v in (good | {"seed": None}).items() if k in kinds}
     for name, value in (("lr", "fast"), ("lr", -1), ("seed", 1.5), ("env", 3), ("resume", "no"),
                         ("context", "half"), ("value_tokens", ["a"]), ("value_tokens", 3)):
         with pytest.raises(ValueError, match=f"config.json: {name} cannot be"):
-            machine.typed(kinds, good | {name: value}, "config.json")
+            cli.typed(kinds, good | {name: value}, "config.json")
 
 
 def test_long_work_says_that_it_goes_on(monkeypatch, capsys):
     """Ten seconds after the last word, and not before."""
     now, said, clock = [100.0], "", time.monotonic
-    monkeypatch.setattr(machine.time, "time", lambda: now[0])
-    with machine.alive(lambda: "games: 3 of 9") as heard:
+    monkeypatch.setattr(cli.time, "time", lambda: now[0])
+    with cli.alive(lambda: "games: 3 of 9") as heard:
         now[0] += 8
         heard()
         now[0] += 8

@@ -17,9 +17,11 @@ import fcntl
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import zlib
@@ -27,10 +29,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 
-from worlds.machine import barrier, gather, rank, say, versions
+from machine.ranks import barrier, gather, rank, say, world
 
 CHECKSUMS = "checksums.json"
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # ----------------------------------------------------------------------------- files and folders
 
@@ -379,3 +383,56 @@ def signals_noted():
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+
+
+# ---------------------------------------------------------------------------------- what is used
+
+
+def versions():
+    """What a run was made with: git commit, packages, hardware."""
+    git = subprocess.run("git describe --always --dirty", cwd=ROOT, shell=True,
+                         capture_output=True, text=True).stdout.strip()
+    device = (torch.cuda.get_device_name() if torch.cuda.is_available()
+              else f"CPU, {torch.get_num_threads()} threads")
+    return {"git": git or "unknown", "versions": {
+        "python": sys.version.split()[0], "torch": torch.__version__, "device": device,
+        "transformers": transformers.__version__, "ranks": world()}}
+
+
+class Clock:
+    """Seconds of an iteration's phases, and of the last checkpoint."""
+
+    def __init__(self):
+        self.saved_at = self.save_took = 0.0
+        self.start()
+
+    def start(self):
+        self.laps, self.begun = {}, time.time()
+        self.last = self.begun
+
+    def lap(self, name):
+        """Books the time since the last lap on a phase."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now, key = time.time(), f"time_{name}"
+        self.laps[key], self.last = self.laps.get(key, 0.0) + now - self.last, now
+
+    def saved(self):
+        self.lap("save")
+        self.saved_at, self.save_took = self.last, self.laps["time_save"]
+
+    def save_is_due(self):
+        """Whether another checkpoint takes less than a twentieth of the time since the last. The
+        first one is always due, and measures how long one takes."""
+        return self.save_took < (time.time() - self.saved_at) / 20
+
+    def seconds(self):
+        return self.laps | {"time_total": time.time() - self.begun}
+
+
+def peak_memory():
+    """The most this process has used so far, in GB: of the GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9

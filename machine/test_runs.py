@@ -1,4 +1,4 @@
-"""Tests of worlds/runs.py."""
+"""Tests of machine/runs.py."""
 import contextlib
 import json
 import os
@@ -13,8 +13,8 @@ import types
 import pytest
 import torch
 
-from worlds import machine, runs
-from worlds.test_machine import steps_of
+from machine import cli, ranks, runs
+from machine.test_machine import steps_of
 
 
 class Kill(BaseException):
@@ -71,7 +71,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path, mon
         lm = types.SimpleNamespace(model=torch.nn.Linear(1, 1),
                                    save=lambda folder: write_both(folder, str(done)))
         p = torch.nn.Parameter(torch.ones(1))
-        optimizer = machine.AdamW([p], lr=0.1)
+        optimizer = ranks.AdamW([p], lr=0.1)
         steps_of(optimizer, p, [torch.ones(1)] * done)
         runs.save_checkpoint(types.SimpleNamespace(lm=lm, optimizers={"": optimizer},
                                                       steps=done, failed=0), out, done)
@@ -244,12 +244,12 @@ def test_a_folder_that_is_no_run_stays_as_it_is(tmp_path, found):
     assert (out / ".lock").exists() == ({"config.json", "metrics.jsonl"} <= set(found))
 
 
-HOLD = "from worlds import runs\nwith runs.locked({!r}):\n    print(flush=True)\n    input()"
+HOLD = "from machine import runs\nwith runs.locked({!r}):\n    print(flush=True)\n    input()"
 
 
 def test_a_folder_has_one_writer_and_a_dead_one_leaves_it_open(tmp_path):
     out = tmp_path / "run"
-    other = subprocess.Popen([sys.executable, "-c", HOLD.format(str(out))], cwd=machine.ROOT,
+    other = subprocess.Popen([sys.executable, "-c", HOLD.format(str(out))], cwd=runs.ROOT,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     other.stdout.readline()
     for resume in (False, True):
