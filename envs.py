@@ -518,7 +518,7 @@ class WebShop(Env):
 ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop}
 
 
-OPTIONS = "data", "goals", "places", "objects"  # flags that some environments alone know
+OPTIONS = "data", "places", "objects"  # flags that some environments alone know
 
 
 def known(name):

@@ -351,7 +351,7 @@ def evaluate(args):
         verify(args.weights)
         lm = load(args.weights, words=envs.words(), dtype=getattr(torch, args.dtype))
         sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
-                          max_prompt=args.max_prompt, max_context=args.max_context)
+                          max_prompt=args.max_prompt)
     workers = envs.default_workers(args.env) if args.workers is None else args.workers
     with contextlib.closing(envs.Pool(args.env, options, workers)) as pool:
         records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))

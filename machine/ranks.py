@@ -1,7 +1,8 @@
-"""The processes that torchrun starts, the sum of their gradients, and AdamW (line 7 of Algorithm 1).
+"""The ranks that torchrun starts, and line 7 of Algorithm 1: one step on the sum of their gradients.
 
-    ranks     rank, world, gather, barrier: without torchrun there is one
-    AdamW     for 16-bit models as well, its state spread over the ranks
+    rank, world, from_ranks, barrier   without torchrun there is one rank
+    take_step                          gradients of micro-batches -> a step
+    AdamW                              for 16-bit models too, its state spread over the ranks
 """
 import os
 from datetime import timedelta
@@ -42,7 +43,7 @@ def barrier():
         dist.barrier()
 
 
-def gather(items):
+def from_ranks(items):
     """Every rank's list, joined in the order of ranks."""
     if world() == 1:
         return items
@@ -135,26 +136,45 @@ class AdamW(torch.optim.Optimizer):
         if p.dtype != master.dtype:
             p.copy_(master)
 
-    def numbered(self):
-        """-> {number of a parameter: its state} of this rank's share, which `take` takes back."""
-        params = enumerate(self.param_groups[0]["params"])
-        return {n: self.state[p] for n, p in params if p in self.state}
-
     def take(self, states):
-        """Takes this rank's share of one rank's `numbered`, however many ranks there were."""
+        """Takes this rank's share of the "state" of one rank's state_dict, however many there were.
+        """
         for n, p in enumerate(self.param_groups[0]["params"]):
             if n in states and self.owner[n] == rank():
                 self.state[p] = {k: x.to(p.device, copy=True) if isinstance(x, torch.Tensor) else x
                                  for k, x in states[n].items()}
 
 
-def sum_and_clip_gradients(model, most):
-    """Sums the gradients over the ranks, because losses have global denominators, and clips their
-    norm -> the norm before."""
+GRAD_CLIP = 1.0  # the largest norm of a gradient; verl-agent's, as is the weight decay
+
+
+def take_step(model, optimizer, micros, loss_of, checkpointing=False):
+    """One optimizer step on the sum of all ranks' losses, because these have global denominators.
+    loss_of(micro) -> (loss, info) -> the sums of the infos (*_max: maxima; shares: at most 1), the
+    gradient's norm before it is clipped, and whether the step was skipped, because it is not finite
+    """
+    model.zero_grad(set_to_none=True)
+    model.train(checkpointing)  # transformers recomputes activations in this mode alone
+    infos = []
+    for micro in micros:
+        loss, info = loss_of(micro)
+        loss.backward()
+        infos.append(info | {"loss": loss.detach()})
+    model.eval()
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if world() > 1:
             dist.all_reduce(p.grad)
-    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), most))
-
-
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
+    rows = [torch.stack([*info.values()]) for info in infos]
+    rows = torch.stack(rows).tolist() if rows else []  # the only wait for a GPU but the norm's
+    infos = from_ranks([dict(zip(info, row)) for info, row in zip(infos, rows)])
+    out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
+    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
+    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
+    if finite:
+        optimizer.step()
+    else:
+        say(f"a step is skipped: its loss is {out['loss']:g}, its gradient's norm {norm:g}")
+    return out | {"grad_norm": norm, "skipped": int(not finite)}
+gather = from_ranks  # SHIM
