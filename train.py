@@ -29,6 +29,7 @@ import envs
 import eval as evaluation
 from machine import runs
 from machine.cli import flags_of, one_line_errors
+from machine.fast import compiled_scoring
 from machine.ranks import (AdamW, barrier, everyone, from_ranks, join_ranks, mean, rank, say,
                            take_step, world)
 from model import Batch, Critic, Scores, load, make_batch, micro_batches
@@ -56,6 +57,8 @@ def train(lm, pool, config, checkpoint=None):
 class Learner:
     """SAPO: what is trained, and how. The other methods have other targets and losses."""
 
+    critic = None  # SAPO: no second model
+
     def __init__(self, lm, config):
         self.lm, self.config, self.clock = lm, config, runs.Clock()
         if config.beta:
@@ -68,7 +71,7 @@ class Learner:
 
     def trained(self):
         """{suffix of the names of its numbers in metrics.jsonl: (model, its loss)}."""
-        return {"": (self.lm.model, self.loss)}  # SAPO: no second model
+        return {"": (self.lm.model, self.loss)}
 
     def learn(self, turns, iteration):
         """Lines 3 to 7 of Algorithm 1 on an iteration's turns -> its numbers for metrics.jsonl. The
@@ -137,6 +140,7 @@ class Learner:
         torch.save({"steps": self.steps, "states": states}, f"{folder}/learner-{rank()}.pt")
         if rank() == 0:
             self.lm.save(folder)
+            torch.save(self.critic and self.critic.state_dict(), f"{folder}/critic.pt")
 
     @torch.no_grad()
     def restore(self, folder):
@@ -144,6 +148,8 @@ class Learner:
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
         for mine, theirs in zip(self.lm.model.parameters(), saved.parameters()):
             mine.copy_(theirs)
+        if self.critic:
+            self.critic.load_state_dict(torch.load(folder / "critic.pt", map_location="cpu"))
         for share in folder.glob("learner-*.pt"):
             kept = torch.load(share, map_location="cpu", mmap=True)
             self.steps = kept["steps"]
@@ -292,8 +298,8 @@ def numbers_of(targets, steps):
 
 
 class Run:
-    """Iterates over the numbers of the iterations that are left, goes on after a checkpoint, writes
-    the next ones, and leaves between two iterations when it is told to."""
+    """Iterates over the numbers of the iterations that are left: it goes on after a checkpoint,
+    writes the next ones, and leaves between two iterations when it is told to."""
 
     def __init__(self, sampler, learner, pool, config, checkpoint=None):
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
@@ -301,15 +307,14 @@ class Run:
         self.done = runs.iterations_in(checkpoint)
         if checkpoint:
             learner.restore(checkpoint)
-        watch = config.wandb and rank() == 0
-        self.wandb = runs.begin_wandb(config.out, config.wandb) if watch else None
+        self.wandb = runs.begin_wandb(config) if config.wandb and rank() == 0 else None
 
     def __iter__(self):
         config, clock = self.config, self.learner.clock
         clock.start()
         with runs.signals_noted() as noted:
             for iteration in range(self.done, config.iterations):
-                self.used = self.usage()
+                self.before = self.usage()
                 yield iteration
                 clock.start()
                 done = iteration + 1
@@ -322,14 +327,13 @@ class Run:
 
     def games(self, iteration):
         """This rank's tasks of an iteration; none after the last one."""
-        if iteration == self.config.iterations:
-            return []
-        return pick_tasks(self.ids, self.config, iteration)[rank()::world()]
+        more = iteration < self.config.iterations
+        return pick_tasks(self.ids, self.config, iteration)[rank()::world()] if more else []
 
     def usage(self):
-        """-> seconds spent on games or waiting for them, tokens encoded and sampled, by now."""
-        return np.array([self.pool.seconds, self.sampler.tokens_encoded,
-                         self.sampler.tokens_sampled])
+        """Seconds spent on games or waiting for them, tokens encoded and sampled, by now."""
+        sampler = self.sampler
+        return np.array([self.pool.seconds, sampler.tokens_encoded, sampler.tokens_sampled])
 
     def log(self, iteration, turns, metrics):
         """Adds what an iteration's turns say to what the learner says, prints it, and writes it as
@@ -351,13 +355,13 @@ class Run:
                                            (line 3), update, a critic's values and critic, save;
                                            total, without held_out
         """
-        config, used = self.config, self.usage() - self.used
+        config, used = self.config, self.usage() - self.before
         metrics |= {"iteration": iteration} | self.learner.clock.seconds()
-        metrics |= episode_numbers(turns, self.pool.env.categories)
+        metrics |= episode_numbers(turns, self.pool.env.categories) | {"time_env": used[0]}
         _, encoded, sampled = sum(from_ranks([used]))
-        metrics |= {"tokens_encoded": int(encoded), "tokens_sampled": int(sampled),
-                    "time_env": used[0]}
-        metrics |= eval_now(self.learner.lm, self.pool, config, iteration + 1)
+        metrics |= {"tokens_encoded": int(encoded), "tokens_sampled": int(sampled)}
+        if config.eval_every and (iteration + 1) % config.eval_every == 0:
+            metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config)
         say(f"{evaluation.NAMES[config.algo]}, {iteration + 1} of {config.iterations}: success "
             f"{metrics['success']:.0%}, admissible {metrics['admissible_actions']:.0%}, V explains "
             f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
@@ -458,7 +462,7 @@ class Config:
     checkpointing: bool = False  # recompute activations: less memory, a third more time
     moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
 
-    eval_games: int = None  # held-out games; default the env's; outside house --tasks if below 64
+    eval_games: int = None  # held-out games; default the env's
     eval_every: int = 0  # iterations between evaluations while training, whose best is kept
     save_every: int = 5  # iterations between checkpoints
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
@@ -476,8 +480,10 @@ PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
 MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wandb",
               "tokens_per_micro_batch", "checkpointing", "compile"}
-POSITIVE = """tasks group_size rows horizon max_new max_prompt mini_batch tokens_per_micro_batch
-save_every r_max tau_v clip lr""".split()
+# Flags that some methods alone use, and who does.
+USED_BY = {"lam": {"sapo", "sapo-separate"}, "c_v": {"sapo"}, "c_q": {"sapo"},
+           "gamma": {"sapo", "sapo-separate", "gigpo", "gigpo-nostd"},
+           "critic_lr": {"sapo-separate", "ppo"}}
 
 
 def parse_config(argv=None):
@@ -488,8 +494,7 @@ def parse_config(argv=None):
     name = runs.name_of(given, vars(Config()) | preset_of(asked), MAY_CHANGE)
     out = os.path.normpath(asked.out or f"runs/{name}")
     if asked.resume and (os.path.isfile(f"{out}/config.json") or given.keys() <= {"resume", "out"}):
-        known = {field.name for field in dataclasses.fields(Config)}
-        stored = {k: v for k, v in runs.settings_of(out).items() if k in known}
+        stored = {k: v for k, v in runs.settings_of(out).items() if hasattr(asked, k)}
         asked = Config(**stored | given)
     config = with_defaults(Config(**preset_of(asked) | stored | given | {"out": out}))  # in turn
     other = [f"--{k} is {v} there" for k, v in stored.items()
@@ -507,11 +512,9 @@ def preset_of(config):
 
 def with_defaults(config):
     """Fills in what follows from other settings or from the machine."""
-    env = envs.known(config.env)
-    gpu = torch.cuda.is_available()
-    few = config.tasks < 64 and config.env != "house"
+    env, gpu = envs.known(config.env), torch.cuda.is_available()
     defaults = {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
-                "eval_games": config.tasks if few else env.held_out[1],
+                "eval_games": env.held_out[1],
                 "group_size": 8 if LEARNERS[config.algo] is Grouped else 1}
     if config.context == "window":
         defaults["max_prompt"] = env.max_prompt
@@ -522,26 +525,19 @@ def with_defaults(config):
 def check(c):
     """Refuses settings that do not fit each other, or the machine, before anything is loaded."""
     values, usual = vars(c), vars(Config()) | preset_of(c)
-    bad = [k for k, x in values.items() if isinstance(x, (int, float)) and not 0 <= x < 1e18]
-    bad += [k for k in POSITIVE if values[k] == 0]
-    used = {"sapo": "lam gamma c_v c_q", "ppo": "critic_lr", "gigpo": "gamma",
-            "sapo-separate": "lam gamma critic_lr"}.get(c.algo.removesuffix("-nostd"), "").split()
-    used += [*envs.known(c.env).flags, *["history"] * (c.context == "window")]
-    some = *"lam gamma c_v c_q critic_lr history".split(), *envs.OPTIONS
-    idle = ", ".join(f"--{k}" for k in some if k not in used and values[k] != usual[k])
-    for wrong, why in (
-            (bad, "".join(f"--{k} cannot be {values[k]}" for k in bad[:1])),
-            (idle, f"{idle} does nothing with --algo {c.algo} --env {c.env} --context {c.context}"),
-            (c.env == "alfworld" and not importlib.util.find_spec("alfworld"),
-             "a package is not installed: pip install alfworld"),
-            (c.tasks % (c.group_size or 1),
-             f"--tasks {c.tasks} is no multiple of --group_size {c.group_size}"),
-            (c.group_size == 1 and LEARNERS[c.algo] is Grouped, f"--algo {c.algo} compares the "
-             "trajectories of a task: --group_size 1 is too few"),
-            (c.algo == "empg" and c.old == "rollout", "--algo empg needs the entropies of the pass "
-             "that --old rollout saves")):
-        if wrong:
-            raise ValueError(why)
+    idle = [k for k, users in USED_BY.items() if c.algo not in users]
+    idle += [k for k in envs.OPTIONS if k not in envs.known(c.env).flags]
+    for k in idle + ["history"] * (c.context == "full"):
+        if values[k] != usual[k]:
+            raise ValueError(f"--{k} does nothing with --algo {c.algo} --env {c.env} --context "
+                             f"{c.context}")
+    if c.env == "alfworld" and not importlib.util.find_spec("alfworld"):
+        raise ValueError("a package is not installed: pip install alfworld")
+    if c.tasks % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is Grouped:
+        raise ValueError(f"--group_size {c.group_size} does not fit --tasks {c.tasks}, or is too "
+                         f"few for --algo {c.algo} to compare")
+    if c.algo == "empg" and c.old == "rollout":
+        raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
     for split in ("train", envs.known(c.env).held_out[0]):
         envs.tasks(c.env, split, **envs.options_for(values))
 
@@ -553,23 +549,19 @@ def evaluate(lm, pool, config, **options):
     return evaluation.of_run(config, pool, lambda t: sampler_for(lm, config, t), **options)
 
 
-def eval_now(lm, pool, config, done):
-    """Every --eval_every iterations: success on held-out games, as an entry of metrics.jsonl. What
-    is better than all before is kept in RUN/best."""
-    if not config.eval_every or done % config.eval_every:
-        return {}
+def evaluate_and_keep(lm, pool, config):
+    """-> success on held-out games. What is better than all before is kept in RUN/best."""
     played = evaluate(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
     success = evaluation.share(played[evaluation.TEMPERATURE])["success"]
-    log = f"{config.out}/metrics.jsonl"
-    best = max((line.get("held_out", -1) for line in runs.read_log(log)), default=-1)
-    if success > from_ranks([best])[0]:
+    before = [line.get("held_out", -1) for line in runs.read_log(f"{config.out}/metrics.jsonl")]
+    if success > from_ranks([max(before, default=-1)])[0]:
         runs.write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
-        say(f"after iteration {done}: success {success:.1%} on held-out games, the best so far")
-    return {"held_out": success}
+        say(f"success {success:.1%} on held-out games, the best so far")
+    return success
 
 
 def load_start(config, pool):
-    """-> the model a run starts from, after a look at its size and its readouts."""
+    """-> the model a run starts from, after a look at its readouts in a game."""
     name = config.model
     if name == "tiny":  # tools/imitate.py made these two
         name = f"{runs.ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
@@ -577,33 +569,26 @@ def load_start(config, pool):
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max)
     games = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    size = sum(p.numel() for p in lm.model.parameters()) / 1e6
-    say(f"{config.model}: {size:.1f} M parameters on {lm.device}, {world()} rank(s); "
-        f"{config.env}: {len(games)} training games")
     pool.start(0, games[0])
     first, = pool.gather([0])
     pool.drop(0)
     prompt = lm.chat.first(pool.env.episode(*first).window_prompt())
     middle, spread, saturated = readout_at_start(lm, [prompt])
-    say(f"w+, w- = {lm.value_ids} {lm.tokenizer.convert_ids_to_tokens(list(lm.value_ids))}: logit "
-        f"difference {middle:.3f} +- {spread:.3f}, {saturated:.0%} saturated")
+    size = sum(p.numel() for p in lm.model.parameters()) / 1e6
+    say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); {config.env}: {len(games)} "
+        f"training games\nw+, w- = {lm.value_ids}: logit difference {middle:.3f} +- {spread:.3f}, "
+        f"{saturated:.0%} saturated")
     return fitted(lm, config)
 
 
 def fitted(lm, config):
     """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
     pass of training mode alone."""
-    from machine.fast import compiled_scoring
     if config.checkpointing:
-        dropout = [m.p for m in lm.model.modules() if isinstance(m, torch.nn.Dropout)]
-        if any(dropout) or getattr(lm.model.config, "attention_dropout", 0):
-            raise ValueError("--checkpointing: this model has dropout, which would be active")
-        # transformers 5.17 knows the second name alone, and 6 will know the first
-        enable = getattr(lm.model, "activation_checkpointing_enable", None)
-        (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
     if not config.compile:
         return lm
-    say("compiling what scores and samples; the first time takes minutes, --no-compile goes without")
+    say("compiling what scores and samples, which takes minutes; --no-compile goes without")
     lm.model.train(config.checkpointing)  # as in an update
     try:
         return compiled_scoring(lm, config.tokens_per_micro_batch)
@@ -617,21 +602,20 @@ def run(config):
     with contextlib.ExitStack() as held:
         runs.on_first_rank(lambda: held.enter_context(runs.locked(out)))
         checkpoint = runs.newest_checkpoint(out) if config.resume else None
-        workers = envs.default_workers(config.env)
-        pool = held.enter_context(contextlib.closing(
-            envs.Pool(config.env, envs.options_for(vars(config)), workers)))
+        pool = held.enter_context(contextlib.closing(envs.Pool(
+            config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         lm = load_start(config, pool)
         runs.on_first_rank(runs.begin_folder, out, dataclasses.asdict(config), checkpoint)
         try:
             before = evaluate(lm, pool, config, path=f"{out}/before.json")
-            say("before training: " + (", ".join(
-                f"success {evaluation.share(told)['success']:.1%} on {len(told)} held-out games at "
-                f"T = {t:g}" for t, told in before.items()) or "no evaluation, --eval_games is 0"))
+            for t, records in before.items():
+                say(f"before training: success {evaluation.share(records)['success']:.1%} on "
+                    f"{len(records)} held-out games at T = {t:g}")
             train(lm, pool, config, checkpoint)
             after = evaluate(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
-            done = runs.iterations_in(runs.newest_checkpoint(out))
-            say(f"\ninterrupted after {done} iterations that are saved: --resume --out {out} goes on")
+            saved = runs.iterations_in(runs.newest_checkpoint(out))
+            say(f"\ninterrupted; {saved} iterations are saved, --resume --out {out} goes on")
             raise SystemExit(1) from None
         peak = max(from_ranks([runs.peak_memory()]))
         runs.write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
@@ -640,10 +624,8 @@ def run(config):
             print(evaluation.write_of_run(before, after, config))
             if config.iterations:
                 evaluation.plot([out], f"{out}/curves.png")
-            print(f"wrote {out}: {' '.join(sorted(glob.glob('*', root_dir=out)))}\n"
-                  f"{config.iterations} iterations; this start took "
-                  f"{(time.time() - began) / 60:.1f} minutes\n"
-                  f"next: python eval.py --model {out}")
+            print(f"wrote {out}: {' '.join(sorted(glob.glob('*', root_dir=out)))}\nthis start took "
+                  f"{(time.time() - began) / 60:.1f} minutes; next: python eval.py --model {out}")
         barrier()  # a rank that leaves early would pull the others down
 
 
@@ -714,15 +696,6 @@ class SeparateCritic(PolicyLearner):
         """The critic's values before each turn's first token, (N,)."""
         length = micro.batch.end - micro.batch.start
         return self.critic(micro.batch)[length.cumsum(0) - length]
-
-    def save(self, folder):
-        super().save(folder)
-        if rank() == 0:
-            torch.save(self.critic.state_dict(), f"{folder}/critic.pt")
-
-    def restore(self, folder):
-        super().restore(folder)
-        self.critic.load_state_dict(torch.load(folder / "critic.pt", map_location="cpu"))
 
     @torch.no_grad()
     def old_values(self, batches):

@@ -161,14 +161,14 @@ def versions():
         "transformers": transformers.__version__, "ranks": world()}}
 
 
-def begin_wandb(out, project):
-    """A run of Weights & Biases in a project; where the run is resumed, it goes on under its id."""
+def begin_wandb(config):
+    """A run of Weights & Biases in the project --wandb; a resumed run goes on under its id."""
     import wandb
-    path = Path(out, "wandb-id")
+    path = Path(config.out, "wandb-id")
     if not path.exists():
         write_file(path, wandb.util.generate_id())
-    return wandb.init(project=project, id=path.read_text(), resume="allow", dir=out,
-                      name=Path(out).name, config=read_json(f"{out}/config.json"))
+    return wandb.init(project=config.wandb, id=path.read_text(), resume="allow", dir=config.out,
+                      name=path.parent.name, config=read_json(path.parent / "config.json"))
 
 
 # --------------------------------------------------------------------------------- checkpoints
