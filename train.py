@@ -599,10 +599,10 @@ def fitted(lm, config):
 def run(config):
     """Evaluation, Algorithm 1, evaluation."""
     began, out = time.time(), config.out
-    with contextlib.ExitStack() as held:
-        runs.on_first_rank(lambda: held.enter_context(runs.locked(out)))
+    with contextlib.ExitStack() as until_the_end:
+        runs.on_first_rank(lambda: until_the_end.enter_context(runs.held(out, config.resume)))
         checkpoint = runs.newest_checkpoint(out) if config.resume else None
-        pool = held.enter_context(contextlib.closing(envs.Pool(
+        pool = until_the_end.enter_context(contextlib.closing(envs.Pool(
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         lm = load_start(config, pool)
         runs.on_first_rank(runs.begin_folder, out, dataclasses.asdict(config), checkpoint)

@@ -80,8 +80,9 @@ def name_of(given, usual, unnamed):
 
 
 @contextlib.contextmanager
-def locked(out):
-    """Within it, the folder `out` is this process's alone. ValueError where it is another's."""
+def held(out, resume):
+    """Within it, the folder `out` is this process's alone. ValueError where another process writes
+    to it, or where something is in it that is not to be resumed."""
     os.makedirs(out, exist_ok=True)
     with open(f"{out}/.lock", "w") as file:
         try:
@@ -89,6 +90,9 @@ def locked(out):
         except BlockingIOError:
             raise ValueError(f"another process writes to {out}: wait for it, or give another --out"
                              ) from None
+        if set(os.listdir(out)) - {".lock", "config.json.new"} and not resume:
+            raise ValueError(f"{out} is taken: go on with what is there by --resume, or give "
+                             "another --out")
         yield
 
 
@@ -129,13 +133,10 @@ def read_log(path):
 
 def begin_folder(out, settings, checkpoint=None):
     """Rank 0's part of a start: RUN/config.json, and of a run that is resumed the lines of
-    metrics.jsonl that the checkpoint knows of. What was made at its end goes. -> the settings as
-    written. ValueError: another run is there, or the checkpoint of this one is gone."""
+    metrics.jsonl that the checkpoint knows of. What was made at its end goes.
+    ValueError: there are such lines and no checkpoint."""
     log, made_with = Path(out, "metrics.jsonl"), versions()
     lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-    if set(os.listdir(out)) - {".lock", "config.json.new"} and not settings["resume"]:
-        raise ValueError(f"{out} is taken: go on with what is there by --resume, or give another "
-                         "--out")
     if not checkpoint and len(lines) > settings["save_every"]:
         raise ValueError(f"{log} has {len(lines)} iterations, and their checkpoint is gone: give "
                          "another --out")
