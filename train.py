@@ -326,9 +326,15 @@ class Run:
                     raise KeyboardInterrupt
 
     def games(self, iteration):
-        """This rank's tasks of an iteration; none after the last one."""
-        more = iteration < self.config.iterations
-        return pick_tasks(self.ids, self.config, iteration)[rank()::world()] if more else []
+        """This rank's tasks of an iteration, --group_size times each; none after the last one.
+        Every game comes once in a pass over the games, in an order drawn anew for each pass."""
+        c, n = self.config, len(self.ids)
+        count = c.tasks // c.group_size if iteration < c.iterations else 0
+        places = [divmod(i, n) for i in range(iteration * count, (iteration + 1) * count)]
+        orders = {epoch: np.random.default_rng([c.seed, epoch, TASKS]).permutation(n)
+                  for epoch, _ in places}
+        ids = [self.ids[orders[epoch][i]] for epoch, i in places for _ in range(c.group_size)]
+        return ids[rank()::world()]
 
     def usage(self):
         """Seconds spent on games or waiting for them, tokens encoded and sampled, by now."""
@@ -395,16 +401,6 @@ def write_transcript(turns, path):
     runs.write_file(path, "\n\n".join(
         f"--- {t.task}, turn {t.turn + 1}: V {t.v:.2f}, Q {t.q:.2f}, reward {t.reward:g}\n"
         f"{t.prompt}\n>>> {t.text} <<<" for t in turns if t.traj == turns[0].traj))
-
-
-def pick_tasks(ids, config, iteration):
-    """An iteration's tasks, each --group_size times: every game once per pass over the games, in an
-    order drawn anew for each pass."""
-    count = config.tasks // config.group_size
-    places = [divmod(n, len(ids)) for n in range(iteration * count, (iteration + 1) * count)]
-    orders = {epoch: np.random.default_rng([config.seed, epoch, TASKS]).permutation(len(ids))
-              for epoch, _ in places}
-    return [ids[orders[epoch][i]] for epoch, i in places for _ in range(config.group_size)]
 
 
 def sampler_for(lm, config, temperature=1.0):
@@ -491,12 +487,12 @@ def parse_config(argv=None):
     settings and refuses other flags but MAY_CHANGE. All of it is written to config.json."""
     given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
-    name = runs.name_of(given, vars(Config()) | preset_of(asked), MAY_CHANGE)
-    out = os.path.normpath(asked.out or f"runs/{name}")
+    usual = vars(Config()) | defaults_for(asked)
+    out = os.path.normpath(asked.out or f"runs/{runs.name_of(given, usual, MAY_CHANGE)}")
     if asked.resume and (os.path.isfile(f"{out}/config.json") or given.keys() <= {"resume", "out"}):
         stored = {k: v for k, v in runs.settings_of(out).items() if hasattr(asked, k)}
-        asked = Config(**stored | given)
-    config = with_defaults(Config(**preset_of(asked) | stored | given | {"out": out}))  # in turn
+        usual = vars(Config()) | defaults_for(Config(**stored | given))
+    config = Config(**usual | stored | given | {"out": out})
     other = [f"--{k} is {v} there" for k, v in stored.items()
              if k not in MAY_CHANGE and getattr(config, k) != v]
     if other:
@@ -505,26 +501,20 @@ def parse_config(argv=None):
     return config
 
 
-def preset_of(config):
-    kinds = {"webshop": config.env.startswith("webshop"), "tiny": is_tiny(config.model)}
-    return {k: v for kind, preset in PRESETS.items() if kinds[kind] for k, v in preset.items()}
-
-
-def with_defaults(config):
-    """Fills in what follows from other settings or from the machine."""
-    env, gpu = envs.known(config.env), torch.cuda.is_available()
-    defaults = {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
-                "eval_games": env.held_out[1],
-                "group_size": 8 if LEARNERS[config.algo] is Grouped else 1}
-    if config.context == "window":
-        defaults["max_prompt"] = env.max_prompt
-    return dataclasses.replace(config, **{k: v for k, v in defaults.items()
-                                          if getattr(config, k) is None})
+def defaults_for(asked):
+    """What follows from some settings for others, and from the machine."""
+    env, gpu = envs.known(asked.env), torch.cuda.is_available()
+    out = {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
+           "eval_games": env.held_out[1], "max_prompt": env.max_prompt,
+           "group_size": 8 if LEARNERS[asked.algo] is Grouped else 1}
+    out |= PRESETS["webshop"] if asked.env.startswith("webshop") else {}
+    out |= PRESETS["tiny"] if is_tiny(asked.model) else {}
+    return out if asked.context == "window" else out | {"max_prompt": None}
 
 
 def check(c):
     """Refuses settings that do not fit each other, or the machine, before anything is loaded."""
-    values, usual = vars(c), vars(Config()) | preset_of(c)
+    values, usual = vars(c), vars(Config()) | defaults_for(c)
     idle = [k for k, users in USED_BY.items() if c.algo not in users]
     idle += [k for k in envs.OPTIONS if k not in envs.known(c.env).flags]
     for k in idle + ["history"] * (c.context == "full"):
