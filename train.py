@@ -643,14 +643,13 @@ class Grouped(PolicyLearner):
             entropy = entropy.index_add(0, played.turn_of, old.entropy)
             entropy = entropy / played.turn_of.bincount(minlength=n)
         obs = [turn.seen for turn in played.turns]
-        columns = (column.tolist() for column in (played.traj, played.turn, played.reward, entropy))
+        columns = [x.tolist() for x in (played.traj, played.turn, played.reward, entropy)]
         traj, turn, reward, entropy, obs = zip(*from_ranks([*zip(*columns, obs)]))
-        number = {text: n for n, text in enumerate(dict.fromkeys(obs))}  # of an observation
+        number = {text: i for i, text in enumerate(dict.fromkeys(obs))}  # of an observation
         state = [number[text] for text in obs]
         adv = self.estimate(*map(torch.tensor, (traj, turn, state, reward, entropy)))
         first = sum(from_ranks([n])[:rank()])  # of this rank's turns among all
-        adv = adv[first:first + n].float()
-        adv = adv.to(self.lm.device) - config.c_inv * played.invalid
+        adv = adv[first:first + n].float().to(self.lm.device) - config.c_inv * played.invalid
         zeros = torch.zeros_like(played.reward)
         returns = discounted_returns(played.traj, played.turn, played.reward, gamma=config.gamma)
         return Targets(adv[played.turn_of], zeros, zeros, returns)
@@ -659,7 +658,7 @@ class Grouped(PolicyLearner):
         """(N,) over the turns of all ranks -> advantages (N,)."""
         algo, reward = self.config.algo, reward.double()
         score = episode_returns(traj, reward)
-        group = traj // self.config.group_size  # pick_tasks lays a task's trajectories side by side
+        group = traj // self.config.group_size  # Run.games lays a task's trajectories side by side
         if algo == "rloo":
             return rloo_advantages(traj, group, score)
         if algo.startswith("gigpo"):
