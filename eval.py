@@ -1,18 +1,14 @@
-"""The paper's table and curves, from any checkpoint, prompted model or endpoint.
+"""Tables and curves from any run or checkpoint.
 
     python eval.py --model runs/house-tiny-0                a run of train.py, in its environment
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_unseen
-    python eval.py --model gpt-4o --endpoint https://api.openai.com/v1 --prompt react
     python eval.py --table runs/*                           the paper's table, as Markdown
     python eval.py --plot runs/house-tiny-?                 the curves of training
 
-Runs whose folders differ only in a trailing -SEED form a group. verl-agent draws 128 games with
-replacement (84 of valid_seen's 140 on average); here each is played once, or --repeats times.
+Runs whose folders differ only in a trailing -SEED form a group. After ± stands the standard error
+of a mean over its seeds. verl-agent draws 128 games with replacement (84 of valid_seen's 140 on
+average); here each is played once.
 """
-import signal
-if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import contextlib
 import gc
 import json
@@ -21,46 +17,36 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from tqdm import tqdm
 
 import envs
+from machine.cli import Parser, one_line_errors, options_of
+from machine.ranks import barrier, from_ranks, join_ranks, rank, world
+from machine.runs import newest_checkpoint, read_json, read_log, settings_of, write_file
 from model import load
-from rollout import Sampler, next_prompts, trajectories, uniforms
-from machine.cli import (Count, Parser, Size, Temperature, Workers, one_line_errors, options_of,
-                         progress, typed)
-from machine.ranks import barrier, gather, join_ranks, rank, world
-from machine.runs import (new_file, newest_checkpoint, read_json, read_log, read_settings,
-                          settings_of, verify, write_file)
+from rollout import Sampler, trajectories
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; verl-agent's temperature
 EVALUATION = 5  # the seed of an attempt is (seed, 0, EVALUATION + attempt); see train.ROLLOUT
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
+# ----------------------------------------------------------------------------- games and reports
 
-def play(sampler, games, pool, *, style="plain", seed=0, rows=None, history=2, quiet=False):
+
+def attempt(sampler, games, pool, *, seed=0, rows=None, history=2):
     """Plays {number: game} and yields (number, record) of an episode as soon as it is over. Random
-    numbers depend on seed, number and attempt alone, so ranks can share the games. Reflexion tries
-    a game up to TRIALS times, each time with the lessons that the model wrote after failures."""
-    lessons, rows = {number: [] for number in games}, rows or SIDE_BY_SIDE
-    prompts = None if style == "plain" else (
-        lambda number, turns, episode: react(turns, episode, lessons[number]))
-    for trial in range(TRIALS if style == "reflexion" else 1):
-        stream, failed = (seed, 0, EVALUATION + trial), {}
-        over = trajectories(sampler, [*games.values()], pool, trajs=games, rows=rows, seed=stream,
-                            history=history, prompts=prompts)
-        what = "games again" if trial else "games"
-        for number, turns, episode in progress(over, what, total=len(games), quiet=quiet):
-            about = {"trials": trial + 1, "lessons": [*lessons[number]]} if prompts else {}
-            yield number, record(pool.env, games[number], turns, episode) | about
-            if not episode.info["won"]:
-                failed[number] = turns, episode
-        games = {number: games[number] for number in failed}
-        if trial + 1 < TRIALS and style == "reflexion":
-            reflect(sampler, failed, lessons, rows, stream)
+    numbers depend on seed and number alone, so ranks can share the games."""
+    over = trajectories(sampler, [*games.values()], pool, trajs=games, seed=(seed, 0, EVALUATION),
+                        rows=rows or SIDE_BY_SIDE, history=history)
+    for number, turns, episode in tqdm(over, "games", len(games), leave=False, disable=None):
+        yield number, record(pool.env, games[number], turns, episode)
 
 
 def record(env, game, turns, episode):
@@ -85,48 +71,33 @@ def wilson(k, n):
     return max(0.0, (middle - half) / (n + zz)), min(1.0, (middle + half) / (n + zz))
 
 
-def independent(records, key="won"):
-    """The effective number of episodes: fewer where repeats of a game end alike."""
-    games, spread = {}, np.var([r[key] for r in records] or [0])
-    for r in records:
-        games.setdefault(r["task"], []).append(r[key])
-    if len(games) in (0, 1, len(records)) or not spread:
-        return len(games)
-    variance = np.var([np.mean(repeats) for repeats in games.values()], ddof=1)
-    return min(len(records), spread * len(games) / max(variance, 1e-9))
-
-
 def share(records):
-    p, n = sum(r["won"] for r in records) / max(1, len(records)), independent(records)
-    return {"success": p, "n": len(records), "interval": [round(x, 4) for x in wilson(p * n, n)]}
+    won = sum(r["won"] for r in records)
+    return {"success": won / max(1, len(records)), "n": len(records),
+            "interval": [round(x, 4) for x in wilson(won, len(records))]}
 
 
 def report(records):
-    """Success with n and interval, the score with half its 95 % interval, success by category."""
-    shares = {category: share([r for r in records if r["category"] == category])
-              for category in sorted({r["category"] for r in records})}
-    scores = np.array([r["score"] for r in records] or [0.0])
-    return share(records) | {
-        "score": float(scores.mean()),
-        "score_half": float(1.96 * scores.std() / max(1, independent(records, "score")) ** 0.5),
-        "success_by_category": {c: x["success"] for c, x in shares.items()}, "by_category": shares,
-        "turns": float(np.mean([r["turns"] for r in records] or [0.0]))}
+    """Success with n and its interval, the mean score, success by category."""
+    of = {c: share([r for r in records if r["category"] == c])
+          for c in sorted({r["category"] for r in records})}
+    score = sum(r["score"] for r in records) / max(1, len(records))
+    return share(records) | {"score": score, "by_category": of,
+                             "success_by_category": {c: x["success"] for c, x in of.items()}}
 
 
 def table(reports, env):
-    """{title: report} -> a line of text for each, in the paper's columns for the environment."""
+    """{title: report} -> a line of text for each, in the paper's columns for the environment, with
+    the 95 % intervals of shares of n episodes."""
     names, width = list(env.categories.values()), max(map(len, reports)) + 2
-    lines = ["".join(f"{name:>8}" for name in [*names, "All"]) + "     n   95 %"]
-    if env.graded:
-        lines = ["        Score        Success     n   ± half a 95 % interval"]
+    heads = [*names, "All", *["Score"] * env.graded]
+    lines = ["".join(f"{name:>8}" for name in heads) + "     n   95 %"]
     for title, r in reports.items():
-        (low, high), won = 100 * np.array(r["interval"]), r["success_by_category"]
-        row = "".join(f"{100 * won[c]:8.1f}" if c in won else f"{'-':>8}" for c in names)
-        row += f"{100 * r['success']:8.1f}{r['n']:6}   {low:.1f}-{high:.1f}"
-        if env.graded:
-            row = (f"{100 * r['score']:6.1f} ± {100 * r['score_half']:4.1f}"
-                   f"{100 * r['success']:8.1f} ± {(high - low) / 2:4.1f}{r['n']:6}")
-        lines.append(row)
+        cells = [r["success_by_category"].get(c) for c in names] + [r["success"]]
+        cells += [r["score"]] * env.graded
+        low, high = r["interval"]
+        lines.append("".join(f"{'-':>8}" if x is None else f"{100 * x:8.1f}" for x in cells)
+                     + f"{r['n']:6}   {100 * low:.1f}-{100 * high:.1f}")
     return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
@@ -134,17 +105,17 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
     """A run of train.py plays its --eval_games at verl-agent's temperature, in the house at 1 as
     well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
     them. sampler_at: temperature -> a Sampler."""
-    if path and config.resume and gather([os.path.isfile(path)])[0]:  # all do as rank 0
+    if path and config.resume and from_ranks([os.path.isfile(path)])[0]:  # all do as rank 0
         return {float(t): records for t, records in read_json(path).items()}
     env, options = envs.known(config.env), envs.options_for(vars(config))
     ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []
-    ids = spaced(ids, config.eval_games)
-    first, last = (len(ids) * r // world() for r in (rank(), rank() + 1))
+    games = dict(enumerate(spaced(ids, config.eval_games)))
+    mine = {n: games[n] for n in games if n * world() // len(games) == rank()}
     usual, out = (TEMPERATURE, 1.0) if config.env == "house" else (TEMPERATURE,), {}
     for temperature in (temperatures or usual) if ids else ():
-        over = play(sampler_at(temperature), dict(enumerate(ids[first:last], first)), pool,
-                    seed=config.seed, rows=config.rows, history=config.history)
-        out[temperature] = gather([record for _, record in sorted(over)])
+        over = attempt(sampler_at(temperature), mine, pool, seed=config.seed, rows=config.rows,
+                       history=config.history)
+        out[temperature] = from_ranks([record for _, record in sorted(over)])
         gc.collect()  # a sampler refers to itself, and would keep its memory while training goes on
     if path and rank() == 0:
         write_file(path, json.dumps(out))
@@ -152,8 +123,8 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
 
 
 def write_of_run(before, after, config):
-    """eval.json: success and success_before (the same games) with n, interval and categories;
-    eval.jsonl: every episode. -> the table, as text."""
+    """eval.json: the report of a run before and after training; eval.jsonl: every episode. -> the
+    table, as text."""
     out, lines, reports = {"env": config.env, "temperature": TEMPERATURE}, [], {}
     for when, end, played in (("before", "_before", before), ("after", "", after)):
         for t, records in played.items():
@@ -170,6 +141,9 @@ def write_of_run(before, after, config):
     return table(reports, envs.known(config.env)) if reports else "no evaluation, --eval_games is 0"
 
 
+# ------------------------------------------------------------------------- groups of finished runs
+
+
 def group_runs(folders, finished=False):
     """{label: runs} by the folders' names without -SEED. What is no run is named and left out."""
     groups, parent = {}, os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
@@ -177,12 +151,10 @@ def group_runs(folders, finished=False):
         try:
             lines = read_log(folder / "metrics.jsonl")
             config, result = settings_of(folder), read_json(folder / "eval.json")
-            if not lines:
-                raise OSError("metrics.jsonl has no line yet")
-            if finished and not result:
-                raise OSError("eval.json is missing")
+            if not lines or finished and not result:
+                raise ValueError("it is not finished")
         except (OSError, ValueError) as error:
-            print(f"left out: {folder} is no run, or not finished: {error}", file=sys.stderr)
+            print(f"left out: {folder}: {error}", file=sys.stderr)
             continue
         result |= read_json(folder / "cost.json")  # the first runs have none
         runs = groups.setdefault(re.sub(r"-\d+$", "", os.path.relpath(folder, parent)), [])
@@ -195,9 +167,30 @@ def group_runs(folders, finished=False):
     return groups
 
 
-def mean_std(values, digits=1):
-    std = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{std}" if values else "–"
+class Mean(NamedTuple):
+    """A mean over seeds and its standard error, NaN where there is one seed only."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values):
+        n = len(values)
+        error = np.std(values, ddof=1) / n ** 0.5 if n > 1 else float("nan")
+        return cls(float(np.mean(values)), float(error))
+
+    def minus(self, other):
+        """The difference of two means of independent runs."""
+        return Mean(self.mean - other.mean, float(np.hypot(self.error, other.error)))
+
+    def text(self, digits=1, sign=""):
+        error = "" if np.isnan(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.mean:{sign}.{digits}f}{error}"
+
+
+def markdown(rows):
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def table_row(label, runs, columns, when=""):
@@ -207,17 +200,20 @@ def table_row(label, runs, columns, when=""):
     for column, key in columns.items():
         shares = [run.result.get(key.format(when)) if key else
                   run.result.get(f"success{when}_by_category", {}).get(column) for run in runs]
-        cells.append(mean_std([100 * x for x in shares if x is not None]))
+        shares = [100 * x for x in shares if x is not None]
+        cells.append(Mean.of(shares).text() if shares else "–")
+    if when:
+        return cells + ["", "", ""]
     seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
     tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in run.lines) / 1e6
               for run in runs]
     memory = max(run.result.get("peak_memory", 0) for run in runs)
-    costs = [mean_std(seconds, 0), mean_std(tokens, 2), f"{memory:.2f}" if memory else "–"]
-    return cells + (["", "", ""] if when else costs)
+    return cells + [Mean.of(seconds).text(0), Mean.of(tokens).text(2),
+                    f"{memory:.2f}" if memory else "–"]
 
 
 def paper_table(folders):
-    """The paper's Table 1 as Markdown: mean ± standard deviation over the seeds, in percent."""
+    """The paper's Table 1 as Markdown: means over the seeds in percent, ± standard errors."""
     groups = group_runs(folders, finished=True)
     first = next(iter(groups.values()))
     env = envs.known(first[0].config["env"])
@@ -225,49 +221,119 @@ def paper_table(folders):
     columns["Success" if env.graded else "All"] = "success{}"
     if "success_at_1" in first[0].result:
         columns["All, T = 1"] = "success{}_at_1"
-    heads = ["method", "seeds", *columns, "seconds", "M tokens", "GB"]
-    rows = [heads, ["---"] * len(heads), table_row("start", first, columns, "_before")]
-    rows += [table_row(label, runs, columns) for label, runs in groups.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [["method", "seeds", *columns, "seconds", "M tokens", "GB"],
+            table_row("start", first, columns, "_before")]
+    return markdown(rows + [table_row(label, runs, columns) for label, runs in groups.items()])
+
+
+# ------------------------------------------------------------------------------------- pictures
+
+PANELS = {"success": "success", "v_explained_variance": "explained variance of V",
+          "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #888888".split()  # Okabe and Ito
+DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv*PX"  # so that a picture can be read in grey too
+
+
+def draw(groups, curve_of, panels, path, title, xlabel, level=None):
+    """{label: runs} -> a picture at `path` with a panel for each key of metrics.jsonl: of each
+    group the mean over the seeds within a standard error. curve_of(run, key): [(x, y), ...].
+    What is always 0, such as a baseline's V, is not drawn, nor is a V or Q with another target than
+    the first group's. level: a success to mark. Dots are success on held-out games."""
+    if len(groups) > len(COLORS):
+        raise ValueError(f"{len(groups)} groups of runs are too many for a picture: name at most "
+                         f"{len(COLORS)}")
+    fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
+    axes = fig.subplots(1, len(panels), squeeze=False)[0]
+    target = value_target(next(iter(groups.values()))[0].config)
+    for ax, key in zip(axes, panels):
+        ax.set(title=PANELS[key], xlabel=xlabel)
+        ax.grid(True, alpha=0.3)
+        for (label, runs), color, marker in zip(groups.items(), COLORS, MARKERS):
+            curves = [curve_of(run, key) for run in runs]
+            n = min(map(len, curves))
+            x = [x for x, _ in curves[0][:n]]
+            y = np.array([[y for _, y in curve[:n]] for curve in curves])
+            alike = value_target(runs[0].config) == target or "explained" not in key
+            if alike and (y.any() or key == "success"):
+                means = [Mean.of(column) for column in y.T]
+                mean, error = np.array(means).T
+                place = COLORS.index(color)  # the first line has no marks
+                ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=marker,
+                        markersize=5 if place else 0, label=f"{label}, n = {len(runs)}",
+                        markevery=(n * place // 40, max(1, n // 5)))
+                ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
+            if key == "success" and xlabel == "iteration" and (points := held_out(runs)):
+                dots = ax.scatter(*zip(*points), color=color, edgecolor="black", marker="D", zorder=3)
+                dots.set_label("held-out games, T = 0.4" if color == COLORS[0] else None)
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+    axes[0].set(ylim=(0, None), title="success: lines, of rollouts at T = 1")
+    if level is not None:
+        axes[0].axhline(level, color="black", lw=0.8, ls=":", label=f"{level:.0%}, to be reached")
+    if "kl" in panels:
+        axes[-1].set_yscale("symlog", linthresh=0.01)  # it has rare steps a thousand times larger
+        axes[-1].yaxis.set_major_formatter("{x:g}")
+    fig.suptitle(f"{title}; mean of the seeds ± a standard error", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=5)
+    fig.savefig(path, dpi=110)
+
+
+def value_target(config):
+    """The discount of the return that V explains: verl-agent's PPO pays the whole one."""
+    return 1.0 if config.get("algo") == "ppo" else config.get("gamma")
+
+
+def held_out(runs):
+    """(iteration, mean success on held-out games) before, after, and where it was looked at."""
+    found = {}
+    for run in runs:
+        looks = {n: line.get("held_out") for n, line in enumerate(run.lines, 1)}
+        looks[0] = run.result.get("success_before")
+        looks[len(run.lines)] = run.result.get("success", looks.get(len(run.lines)))
+        for iteration, success in looks.items():
+            found.setdefault(iteration, []).extend([success] * (success is not None))
+    return sorted((n, np.mean(its)) for n, its in found.items() if len(its) == len(runs))
+
+
+def over_iterations(run, key):
+    """A number of metrics.jsonl, averaged over five iterations; the KL's median."""
+    values, average = [line[key] for line in run.lines], np.median if key == "kl" else np.mean
+    return [(n + 1, average(values[max(0, n - 2):n + 3])) for n in range(len(values))]
 
 
 def plot(folders, path):
     """Curves of training, in a colour for each group of runs."""
-    from worlds.curves import draw
     groups = group_runs(folders)
-    draw(groups, ", ".join(sorted({setting(runs[0].config) for runs in groups.values()})), path)
+    title = ", ".join(sorted({setting(runs[0].config) for runs in groups.values()}))
+    draw(groups, over_iterations, PANELS, path, title, "iteration")
 
 
 def setting(config):
     """The model, the environment and its size."""
-    size = [f"{k} {config[k]}" for k in envs.known(config["env"]).flags
-            if k not in ("data", "goals") and config.get(k)]
-    return f"{Path(config['model']).name} on {config['env']} ({', '.join(size)})"
+    size = [f"{config[k]} {k}" for k in ("places", "objects") if config["env"] == "house"]
+    turns = f"{config.get('horizon')} turns"
+    return f"{Path(config['model']).name} on {config['env']} ({', '.join([*size, turns])})"
 
 
-SHARED = {"env": str, "data": str, "goals": str, "context": Literal["window", "full"],
-          "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"], "rows": Size,
-          "horizon": Size, "history": Count, "max_new": Size, "max_prompt": Size,
-          "max_context": Size, "places": Size, "objects": Size, "workers": Workers}  # train.py's
+# --------------------------------------------------------------------------------- command line
+
+SHARED = {"env": str, "data": str, "context": Literal["window", "full"],
+          "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"], "rows": int,
+          "horizon": int, "history": int, "max_new": int, "max_prompt": int, "places": int,
+          "objects": int}  # train.py's
 
 
-def make_parser():
-    parser = Parser(description=__doc__.partition("\n")[0])
+def make_parser(description):
+    parser = Parser(description=description)
     add = parser.add_argument
-    add("--model", help="a run, a model folder, a hub id or a bare name; tiny is random here")
+    add("--model", help="a run, RUN/best, a model folder, a hub id, a bare name or tiny")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
-    add("--limit", type=Count, default=0, help="play only so many games, evenly spaced (0: all)")
-    add("--repeats", type=Size, default=1, help="how often every game is played")
-    add("--temperature", type=Temperature, default=TEMPERATURE, help="greedy below 0.001")
-    add("--seed", type=Count, default=0)
-    add("--out", help="NAME.json, or where eval-SPLIT.json is replaced; default: the run, or here")
-    add("--prompt", default="plain", choices=("plain", "react", "reflexion"), help="plain: as in "
-        "training; react: all thoughts, in window prompts; reflexion: also attempts with lessons")
-    add("--endpoint", metavar="URL", help="an OpenAI-compatible server; its key in OPENAI_API_KEY")
+    add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
+    add("--temperature", type=float, default=TEMPERATURE, help="greedy below 0.001")
+    add("--seed", type=int, default=0)
+    add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     for name, kind in SHARED.items():
         add(f"--{name}", help="default: the run's", **options_of(kind))
-    add("--plot", nargs="+", metavar="RUN", help="only draw their curves (--out, curves.png)")
-    add("--table", nargs="+", metavar="RUN", help="only print the paper's table of finished runs")
     return parser
 
 
@@ -276,155 +342,103 @@ def complete(args):
     -> the folder of the run's weights, or None where --model is no run."""
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
-    run = Path(args.model)
-    part = (re.fullmatch(r"best|final|checkpoint-\d+", run.name)  # of a run
-            and "env" in read_settings(run.parent / "config.json"))
-    stored = read_settings(config := Path(run.parent if part else run, "config.json"))
-    weights = run if part else next(run.glob("final"), None) or newest_checkpoint(run)
-    weights = weights if "env" in stored and not args.endpoint else None
+    run = weights = Path(args.model)
+    if re.fullmatch(r"best|final|checkpoint-\d+", run.name):
+        run = run.parent
+    stored = read_json(run / "config.json")
+    if run == weights:
+        weights = next(run.glob("final"), None) or newest_checkpoint(run)
+    if "env" not in stored:
+        stored, weights = {}, None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    known |= typed(SHARED, stored, config) if weights else {}
+    known |= {name: stored[name] for name in SHARED if name in stored}
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
-        known |= dict.fromkeys(("data", "goals", "horizon", "max_prompt", "workers"))
-    if args.prompt != "plain":  # each turn shows the past anew; 8192 tokens hold all of ALFWorld's
-        args.context, known["max_prompt"] = "window", 8192
-    idle = [f"--{k}" for k in envs.OPTIONS if getattr(args, k) is not None
-            and k not in envs.known(args.env or known["env"]).flags]
-    if idle:
-        raise ValueError(f"{', '.join(idle)} does nothing with --env {args.env or known['env']}")
+        known |= dict.fromkeys(("data", "horizon", "max_prompt"))
+    env = envs.known(args.env or known["env"])
+    for name in envs.OPTIONS:
+        if getattr(args, name) is not None and name not in env.flags:
+            raise ValueError(f"--{name} does nothing with --env {args.env or known['env']}")
     if args.temperature < 0.001:  # nothing else is left of the distribution
         args.temperature = 0.0
     vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
-    args.max_prompt = args.max_prompt or envs.known(args.env).max_prompt
-    args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
+    if args.context == "window":
+        args.max_prompt = args.max_prompt or env.max_prompt
+    args.split = args.split or env.held_out[0]
     return weights
 
 
-def play_all(args, sampler, games, pool, path):
-    """Plays the games --repeats times, split over the ranks -> the last attempts' records. Each is
+def play_all(args, attempt, sampler, games, pool, path):
+    """Plays the games, split over the ranks -> their records, in the order of the games. Each is
     written to PATH.new as soon as it is known, so that a failure loses no answer."""
-    records, new = [], Path(f"{path}.new-{rank()}" if rank() else f"{path}.new")
+    records, new = {}, Path(f"{path}.new-{rank()}" if world() > 1 else f"{path}.new")
     mine = {n: games[n] for n in range(rank(), len(games), world())}
-    with new_file(new) as file:
+    with open(new, "w") as file:
         try:
-            for n in range(args.repeats):
-                for _, r in play(sampler, mine, pool, style=args.prompt, seed=args.seed + n,
-                                 rows=args.rows, history=args.history):
-                    records.append({"repeat": n} | r)
-                    print(json.dumps(records[-1]), file=file, flush=True)
-        except (ValueError, envs.GameError) as error:
-            raise ValueError(f"{error}; {len(records)} episodes that had ended are in {new}"
-                             ) from error
-        except KeyboardInterrupt:
-            raise SystemExit(f"\ninterrupted; {len(records)} episodes that had ended are in {new}"
-                             ) from None
-    order = {game: n for n, game in enumerate(games)}  # games end in any order
-    records = sorted(gather(records), key=lambda r: (r["repeat"], order[r["task"]]))
+            for n, record in attempt(sampler, mine, pool, seed=args.seed, rows=args.rows,
+                                     history=args.history):
+                records[n] = record  # of several attempts the last one
+                print(json.dumps(record), file=file, flush=True)
+        except (ValueError, envs.GameError, KeyboardInterrupt) as error:
+            raise ValueError(f"{error or 'interrupted'}; {len(records)} episodes that had ended "
+                             f"are in {new}") from error
+    records = [record for _, record in sorted(from_ranks([*records.items()]))]
     if rank() == 0:
-        write_file(f"{path}.all", "".join(json.dumps(r) + "\n" for r in records))
-        os.replace(f"{path}.all", path)
+        write_file(path, "".join(json.dumps(record) + "\n" for record in records))
     barrier()  # a rank's own answers go when all are written
     new.unlink(missing_ok=True)
-    return [*{(r["repeat"], r["task"]): r for r in records}.values()]
+    return records
 
 
-def evaluate(args):
-    """Plays the split with --model, writes the report and prints its table."""
+def evaluate(args, sampler_of, attempt=attempt, kind=""):
+    """Plays the split with --model, writes the report and prints its table. sampler_of(weights) ->
+    what answers; kind: a word for the files' name."""
     weights = complete(args)
     args.weights = str(weights or args.model)
-    env, options = envs.known(args.env), envs.options_for(vars(args))
-    args.split, args.goals = args.split or env.held_out[0], options.get("goals")
+    options = envs.options_for(vars(args))
     games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
-    kinds = [args.split, *sorted({args.goals, args.prompt} - {None, "synthetic", "plain"})]
-    if weights == Path(args.model):  # RUN/best and the like: files of their own in the run
-        kinds.insert(0, weights.name)
-    run = weights.parent if weights else Path(args.model)
-    out = args.out or (str(run) if weights else ".")
-    out = Path(out) if out.endswith(".json") else Path(out, f"eval-{'-'.join(kinds)}.json")
+    part = weights.name if weights == Path(args.model) else ""  # RUN/best has files of its own
+    run = (weights.parent if part else Path(args.model)) if weights else Path("runs")
+    name = "-".join(filter(None, ["eval", part, args.split, kind]))
+    out = Path(args.out or run)
+    out = out if out.suffix == ".json" else out / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    if args.endpoint:
-        from worlds.endpoint import Endpoint
-        sampler = Endpoint(args.endpoint, args.model, args.temperature, args.max_new,
-                           args.max_prompt)
-    else:
-        verify(args.weights)
-        lm = load(args.weights, words=envs.words(), dtype=getattr(torch, args.dtype))
-        sampler = Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
-                          max_prompt=args.max_prompt)
-    workers = envs.default_workers(args.env) if args.workers is None else args.workers
-    with contextlib.closing(envs.Pool(args.env, options, workers)) as pool:
-        records = play_all(args, sampler, games, pool, out.with_suffix(".jsonl"))
+    sampler = sampler_of(args)
+    pool = envs.Pool(args.env, options, envs.default_workers(args.env))
+    with contextlib.closing(pool):
+        records = play_all(args, attempt, sampler, games, pool, out.with_suffix(".jsonl"))
     if rank() > 0:
         return
-    asked = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table", "workers")}
-    result = report(records) | asked
+    result = report(records) | {k: v for k, v in vars(args).items() if k not in ("out", "plot")}
     write_file(out, json.dumps(result, indent=1))
-    title = f"{run.name}, {', '.join(kinds)}, T = {args.temperature:g}"
-    print(table({title: result}, env))
+    print(table({f"{args.model}, {args.split}, T = {args.temperature:g}": result}, pool.env))
     if outgrown := sum(r["outgrown"] for r in records):
-        print(f"{outgrown} of {len(records)} episodes outgrew --max_prompt or --max_context")
+        print(f"{outgrown} of {len(records)} episodes outgrew --max_prompt")
     print(f"wrote {out}")
 
 
+def sampler_for(args):
+    lm = load(args.weights, dtype=getattr(torch, args.dtype))
+    return Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
+                   max_prompt=args.max_prompt)
+
+
 def main():
+    parser = make_parser(__doc__.partition("\n")[0])
+    parser.add_argument("--plot", nargs="+", metavar="RUN", help="only draw their curves (--out)")
+    parser.add_argument("--table", nargs="+", metavar="RUN", help="only print the paper's table")
     with one_line_errors("eval.py", envs.GameError):
-        args = make_parser().parse_args()
+        args = parser.parse_args()
         join_ranks()
         if args.table:
             print(paper_table(args.table))
         elif args.plot:
-            out = Path(args.out or "curves.png")
-            out = out / "curves.png" if out.is_dir() else out
+            out = Path(args.out or "runs/curves.png")
+            out.parent.mkdir(parents=True, exist_ok=True)
             plot(args.plot, out)
             print(f"wrote {out}")
         else:
-            evaluate(args)
-
-
-# ----------------------------------------------------------------------------- prompted models
-
-REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: "
-         "{obs}\nCommands that work now: [{commands}].\n\nContinue with your next thought and "
-         "action. {answer}")
-LESSONS = "You have tried this task before and failed. What you told yourself then:\n{lessons}\n"
-REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{trace}Observation: "
-           "{obs}\n\nYou did not succeed. In a few sentences, tell yourself what went wrong and "
-           "what to do differently in your next attempt.")
-TRIALS = 3  # attempts at a game in Reflexion
-
-
-def react(turns, episode, lessons, template=REACT):
-    """Prompts with all thoughts and turns (ReAct, arXiv 2210.03629), then with fewer of the oldest;
-    and with lessons (Reflexion, arXiv 2303.11366)."""
-    told, fields = "", episode.now(episode.info["admissible"])
-    if lessons:
-        told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in lessons))
-    past = [f"Observation: {episode.shown(turn.seen)}\nThought: {thought_of(turn.text)}\n"
-            f"Action: {turn.action}\n" for turn in turns]
-    for n in range(len(past) + 1):
-        yield template.format(**fields, lessons=told, trace="".join(past[n:]))
-
-
-def thought_of(text):
-    """What stands between the think tags, or before the action."""
-    found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
-             or re.match("(.*?)<action>", text, re.I | re.S))
-    return " ".join(found[1].split()) if found else ""
-
-
-def reflect(sampler, failed, lessons, rows, seed):
-    """Adds to the lessons what the model says of its failures, where a prompt fits."""
-    asks = [(react(*played, lessons[n], REFLECT), []) for n, played in failed.items()]
-    shown = next_prompts(sampler.lm, asks, sampler.limit)
-    asked = [(n, ids, uniforms(seed, n, len(turns), sampler.max_new))
-             for (n, (turns, _)), (_, ids) in zip(failed.items(), shown)
-             if len(ids) <= sampler.limit]
-    while asked or sampler.busy:
-        while asked and sampler.busy < rows:
-            sampler.add(*asked.pop())
-        for number, response in sampler.run():
-            lessons[number].append(sampler.lm.text(response.ids))
+            evaluate(args, sampler_for)
 
 
 if __name__ == "__main__":

@@ -84,8 +84,3 @@ def one_line_errors(script, *known):
     finally:  # after an error NCCL would wait here for ranks that wait elsewhere, without a word
         if dist.is_initialized() and (dist.get_backend() == "gloo" or not sys.exc_info()[0]):
             dist.destroy_process_group()
-Count = Size = Workers = int  # SHIM
-Temperature = Share = Positive = Weight = float
-def typed(kinds, found, where): return {k: found[k] for k in kinds if k in found}
-from tqdm import tqdm
-def progress(items, what, done=0, total=None, quiet=False): return tqdm(items, desc=what, total=total, disable=None)

@@ -177,4 +177,3 @@ def take_step(model, optimizer, micros, loss_of, checkpointing=False):
     else:
         say(f"a step is skipped: its loss is {out['loss']:g}, its gradient's norm {norm:g}")
     return out | {"grad_norm": norm, "skipped": int(not finite)}
-gather = from_ranks  # SHIM

@@ -248,6 +248,3 @@ def peak_memory():
         return torch.cuda.max_memory_allocated() / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
-read_settings = lambda p: read_json(p)  # SHIM
-def verify(x): pass
-new_file = None

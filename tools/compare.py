@@ -1,57 +1,29 @@
 """Compares methods over seeds: how well they end, how soon they learn, what their values explain.
 
-    python tools/compare.py --half 0.62 results/worth/b/{sapo,novalue,ppo}-?            two tables
-    python tools/compare.py --half 0.62 --plot bed.png results/worth/b/{sapo,ppo}-?     a picture
+    python tools/compare.py --half 0.62 results/runs/b/{sapo,novalue,ppo}-?              two tables
+    python tools/compare.py --half 0.62 --plot bed.png results/runs/b/{sapo,ppo}-?       a picture
 
 Runs whose folders differ only in a trailing -SEED form a group. After ± stands a standard error:
 of a mean over the seeds, or of its difference from the mean of the group that is named first.
 """
-import signal
-if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import os
 import sys
-from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from eval import group_runs
-from worlds.curves import style
-from machine.cli import Parser, Share, one_line_errors
+from eval import Mean, draw, group_runs, markdown, setting
+from machine.cli import Parser, one_line_errors
 
 WINDOW = 320  # episodes over which success is averaged
 LAST = 0.25  # share of a run's iterations at its end, over which explained variance is averaged
 
 
-class Mean(NamedTuple):
-    """A mean and its standard error, NaN where there is one number only."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values):
-        n = len(values)
-        return cls(float(np.mean(values)), float(np.std(values, ddof=1) / n ** 0.5) if n > 1 else
-                   float("nan"))
-
-    def minus(self, other):
-        """The difference of two means of independent runs."""
-        return Mean(self.mean - other.mean, float(np.hypot(self.error, other.error)))
-
-    def text(self, digits, sign=""):
-        error = "" if np.isnan(self.error) else f" ± {self.error:.{digits}f}"
-        return f"{self.mean:{sign}.{digits}f}{error}"
-
-
-def recent(lines, key):
-    """Lines of metrics.jsonl -> of each iteration the episodes until its end, and the mean of a
+def recent(run, key):
+    """A run -> of each iteration the episodes until its end, and the mean of a
     number over the last WINDOW of them. It starts where there are so many, or at the end."""
+    lines = run.lines
     episodes = np.array([line["episodes"] for line in lines])
     total, out = np.cumsum(episodes), []
     summed = np.cumsum(episodes * [line[key] for line in lines])
@@ -63,13 +35,13 @@ def recent(lines, key):
     return out
 
 
-def episodes_until(lines, level):
+def episodes_until(run, level):
     """-> the episodes after which success at T = 1 has reached `level`, else all of them; and
     whether it has."""
-    for episodes, success in recent(lines, "success"):
+    for episodes, success in recent(run, "success"):
         if success >= level:
             return episodes, True
-    return sum(line["episodes"] for line in lines), False
+    return sum(line["episodes"] for line in run.lines), False
 
 
 def at_the_end(lines, key):
@@ -88,7 +60,7 @@ MEASURES = {  # head: (of a run -> a number or None, digits)
     "end": (lambda run, half: percent(run.result.get("success")), 1),
     "end, T = 1": (lambda run, half: percent(run.result.get("success_at_1")), 1),
     "while learning": (lambda run, half: percent(while_learning(run.lines)), 1),
-    HALF: (lambda run, half: episodes_until(run.lines, half)[0], 0),
+    HALF: (lambda run, half: episodes_until(run, half)[0], 0),
     "V explains": (lambda run, half: percent(at_the_end(run.lines, "v_explained_variance")), 0),
     "Q explains": (lambda run, half: percent(at_the_end(run.lines, "q_explained_variance")), 0)}
 
@@ -109,7 +81,7 @@ def tables(groups, half):
     is made of it is a bound, without an error; a difference of two bounds is left out. A method
     whose values explain exactly 0 has none."""
     means = {label: measured(runs, half) for label, runs in groups.items()}
-    short = {label: sum(not episodes_until(run.lines, half)[1] for run in runs)
+    short = {label: sum(not episodes_until(run, half)[1] for run in runs)
              for label, runs in groups.items()}  # how many runs do not reach it
     for label in filter(short.get, groups):
         means[label][HALF] = means[label][HALF]._replace(error=float("nan"))
@@ -135,51 +107,19 @@ def tables(groups, half):
     return f"{markdown(rows)}\n\n{markdown(less)}"
 
 
-def markdown(rows):
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def draw(groups, half, path):
-    """Success and V's explained variance over the episodes: the mean over the seeds, within a
-    standard error of it."""
-    fig = Figure((10, 4.2 + 0.25 * (len(groups) // 4)), layout="constrained")
-    axes = fig.subplots(1, 2)
-    for n, (label, runs) in enumerate(groups.items()):
-        for ax, key in zip(axes, ("success", "v_explained_variance")):
-            curves = [recent(run.lines, key) for run in runs]
-            x, y = np.array([*zip(*curves)]).transpose(2, 0, 1)  # each (iterations, seeds)
-            if key == "success" or y.any():  # the values of a method without any are 0
-                mean, error = np.array([Mean.of(row) for row in y]).T
-                line, = ax.plot(x[:, 0], mean, linewidth=2, label=f"{label}, n = {len(runs)}",
-                                **style(n, len(mean)))
-                ax.fill_between(x[:, 0], mean - error, mean + error, color=line.get_color(),
-                                alpha=0.12, linewidth=0)
-    axes[0].axhline(half, color="black", linewidth=0.8, linestyle=":")
-    axes[0].set(title="success at T = 1", ylim=(0, None))
-    axes[1].set(title="explained variance of V")
-    for ax in axes:
-        ax.set_xlabel("episodes")
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
-        ax.grid(True, alpha=0.3)
-    fig.suptitle(f"mean of the last {WINDOW} episodes and of the seeds, ± a standard error",
-                 fontsize=10)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", fontsize=9,
-               ncols=min(4, len(groups)))
-    fig.savefig(path, dpi=110)
-
-
 def main():
     parser = Parser(description="Compares methods over seeds.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="finished runs of train.py")
-    parser.add_argument("--half", type=Share, required=True, help="the success to be reached, half "
+    parser.add_argument("--half", type=float, required=True, help="the success to be reached, half "
                         "of what can be gained")
     parser.add_argument("--plot", metavar="FILE", help="draw a picture in place of the tables")
     with one_line_errors("compare.py"):
         args = parser.parse_args()
         groups = group_runs(args.runs, finished=True)
         if args.plot:
-            draw(groups, args.half, args.plot)
+            title = f"{setting(next(iter(groups.values()))[0].config)}; last {WINDOW} episodes"
+            draw(groups, recent, ("success", "v_explained_variance"), args.plot, title, "episodes",
+                 args.half)
             print(f"wrote {args.plot}")
         else:
             print(tables(groups, args.half))
