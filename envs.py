@@ -566,21 +566,6 @@ def default_workers(name):
     return 0 if name == "house" else max(1, min(16, os.cpu_count() // ranks))
 
 
-# ---------------------------------------------------------------------- the tiny model's words
-
-def words():
-    """-> (phrases, nouns) of the tiny model's word-level vocabulary: the fixed strings of the
-    prompts and of the house, and whatever has a name in a house or in ALFWorld."""
-    from worlds.tiny import SPOKEN  # here, because that file needs torch
-    prompts = FIRST, LATER, PAST, FULL_FIRST, FULL_LATER
-    fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
-    types = OBJECTS + PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
-    types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
-              "toiletpaperhanger tvstand wateringcan").split()
-    nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
-    return sorted({*fixed, *SPOKEN, ROLE, ANSWER} - {""}), nouns
-
-
 # -------------------------------------------------------------------------------- worker pool
 
 class GameError(RuntimeError):

@@ -369,25 +369,25 @@ def complete(args):
 
 
 def play_all(args, attempt, sampler, games, pool, path):
-    """Plays the games, split over the ranks -> their records, in the order of the games. Each is
-    written to PATH.new as soon as it is known, so that a failure loses no answer."""
-    records, new = {}, Path(f"{path}.new-{rank()}" if world() > 1 else f"{path}.new")
+    """Plays the games, split over the ranks -> a record of each, of several attempts the last one's.
+    Each is written to PATH.new as soon as it is known, so that a failure loses no answer."""
+    records, new = [], Path(f"{path}.new-{rank()}" if world() > 1 else f"{path}.new")
     mine = {n: games[n] for n in range(rank(), len(games), world())}
     with open(new, "w") as file:
         try:
-            for n, record in attempt(sampler, mine, pool, seed=args.seed, rows=args.rows,
-                                     history=args.history):
-                records[n] = record  # of several attempts the last one
-                print(json.dumps(record), file=file, flush=True)
+            for numbered in attempt(sampler, mine, pool, seed=args.seed, rows=args.rows,
+                                    history=args.history):
+                records.append(numbered)
+                print(json.dumps(numbered[1]), file=file, flush=True)
         except (ValueError, envs.GameError, KeyboardInterrupt) as error:
             raise ValueError(f"{error or 'interrupted'}; {len(records)} episodes that had ended "
                              f"are in {new}") from error
-    records = [record for _, record in sorted(from_ranks([*records.items()]))]
+    records = sorted(from_ranks(records), key=lambda numbered: numbered[0])  # they end in any order
     if rank() == 0:
-        write_file(path, "".join(json.dumps(record) + "\n" for record in records))
+        write_file(path, "".join(json.dumps(record) + "\n" for _, record in records))
     barrier()  # a rank's own answers go when all are written
     new.unlink(missing_ok=True)
-    return records
+    return [*dict(records).values()]
 
 
 def evaluate(args, sampler_of, attempt=attempt, kind=""):

@@ -5,14 +5,13 @@
     ActorCritic    a Hugging Face model, its chat format, its two reserved words; `score` is one
                    forward pass over a Batch: log-probs, entropy, readouts of V and Q
     Critic         the separate value model that PPO needs and SAPO does not
-    load           by hub id, folder or bare name; "tiny" has random weights
+    load           by hub id, folder or bare name
 
 A training sample is a token sequence with one or more turns in it; a turn is the span [start, end)
 of its response. V is read at start - 1, Q at end - 1, the last token the policy chose. Shapes: B
 sequences, T tokens, M response tokens, N turns, W words, D width. `# SAPO:` marks what is new.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
-import contextlib
 import copy
 import functools
 import json
@@ -23,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import get_session
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
@@ -316,24 +317,43 @@ class Critic(torch.nn.Module):
 
 # --------------------------------------------------------------------------------------- loading
 
-def pretrained(name, dtype):
-    """-> model, tokenizer, sapo.json of a folder or hub id. For some architectures, as Qwen2,
-    AutoTokenizer replaces a folder's own tokenizer, and the tiny model's words would be lost."""
-    with contextlib.suppress(ImportError):  # where this file was copied without worlds/
-        from worlds.hub import locate
-        name = locate(name)
+TINY = Path(__file__).resolve().parent / "results/tiny-house"  # made by tools/imitate.py
+OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",
+          "Mistral": "mistralai"}
+
+
+def locate(name):
+    """-> the folder or hub id that a name means: "tiny", a folder, Qwen2.5-1.5B, OWNER/NAME. A hub
+    that does not answer is not asked again, which would take a minute. ValueError: it is neither.
+    """
+    folder = TINY if name == "tiny" else Path(name)
+    if folder.is_dir():
+        if not json_in(str(folder), "config.json").get("model_type"):
+            inside = [str(part) for part in (folder / "final", folder / "best") if part.is_dir()]
+            raise ValueError(f"cannot load model {name}: its config.json is of no model"
+                             + f"; this run's weights are in {' and '.join(inside)}" * bool(inside))
+        return str(folder)
+    owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
+    where = f"{owner}/{name}" if owner and "/" not in name else name
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ValueError(f"cannot load model {name}: there is no such folder")
     try:
-        own, ours = json_in(name, "tokenizer_config.json"), dict(json_in(name, "sapo.json"))
-        complete = own.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
-        tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(name)
-    except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
-        why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
-        raise ValueError(f"cannot load model {name}: {why}") from None
-    if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
-        raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
-    return model, tokenizer, ours
+        answers = not constants.HF_HUB_OFFLINE and get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # whatever the network does
+        answers = False
+    if not answers:
+        constants.HF_HUB_OFFLINE = True
+        if not isinstance(try_to_load_from_cache(where, "config.json"), str):
+            raise ValueError(f"cannot load model {name}: it is no folder here, {where} is not in "
+                             f"the cache, and {constants.ENDPOINT} does not answer")
+    return where
+
+
+def is_tiny(name):
+    """Whether a name is that of the tiny model, trained or `random`, or of a folder of its size."""
+    path = Path(name, "config.json")
+    return name in ("tiny", "random") or (
+        path.is_file() and json.loads(path.read_text()).get("hidden_size") == 64)
 
 
 def json_in(where, name):
@@ -342,19 +362,23 @@ def json_in(where, name):
     return json.loads(Path(path).read_text()) if path else {}
 
 
-def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32,
-         seed=0, words=()):
-    """-> ActorCritic on `device` (default: a GPU, if any). `name` is a folder, hub id, bare name or
-    "tiny" (random weights from `seed`, a vocabulary from `words`: phrases and nouns). tau_v and
+def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32):
+    """-> ActorCritic on `device` (default: a GPU, if any). `name`: as `locate` has it. tau_v and
     r_max default to those the folder was trained with, else 1 and 10. ValueError: what is wrong."""
-    if name == "tiny":
-        from worlds.tiny import tiny
-        (model, tokenizer), ours = tiny(*words, seed=seed), {}
-    else:
-        model, tokenizer, ours = pretrained(name, dtype)
+    where = locate(name)
+    try:
+        own, ours = json_in(where, "tokenizer_config.json"), json_in(where, "sapo.json")
+        # for some architectures, as Qwen2, AutoTokenizer would replace a folder's own tokenizer
+        complete = own.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+        tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(where)
+    except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
+        why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
+        raise ValueError(f"cannot load model {name}: {why}") from None
+    if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
+        raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for p in model.parameters():  # buffers stay: RoPE's frequencies must not be rounded
-        p.data = p.data.to(dtype)
     return actor_critic(model, tokenizer, value_tokens, ours.get("value_ids"),
                         tau_v or ours.get("tau_v", 1.0), r_max or ours.get("r_max", 10.0))
 
@@ -366,10 +390,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     if max(tokenizer.get_vocab().values()) >= rows:
         raise ValueError(f"the tokenizer has more words than the model has rows, {rows}")
     stop_ids = stop_ids_of(model, tokenizer, chat)
-    if value_tokens:
-        from worlds.reserved import named_value_ids
-        value_ids = named_value_ids(tokenizer, value_tokens, stop_ids, rows)
-    value_ids = value_ids or reserve_value_ids(tokenizer, rows, stop_ids)
+    if value_tokens or not value_ids:
+        value_ids = reserve_value_ids(tokenizer, rows, stop_ids, value_tokens)
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
     check_head(lm)
     return lm
@@ -383,20 +405,46 @@ def stop_ids_of(model, tokenizer, chat):
     return tuple(sorted(stops - {None}))
 
 
-def reserve_value_ids(tokenizer, rows, taken):
-    """Two vocabulary entries no text uses: the last padded rows past the tokenizer, else special
-    tokens that neither the chat template nor `taken` uses, preferably named reserved or unused."""
-    if rows - max(tokenizer.get_vocab().values()) > 2:
+def reserve_value_ids(tokenizer, rows, taken, named=None):
+    """(w+, w-): the two tokens that are `named`, of which one may be the number of a row; else the
+    last rows of the head past the tokenizer's words; else special tokens that neither the chat
+    template nor `taken` uses, preferably those named reserved or unused. ValueError: none are free.
+    """
+    words, special = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+    used = {i for i, t in special.items() if t.content in tokenizer.chat_template} | {*taken}
+    if named:
+        ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in named)
+        for name, i in zip(named, ids):
+            if not 0 <= i < rows or i in used or ids[0] == ids[1]:
+                raise ValueError(f"--value_tokens: {name!r} is no token, nor one of the head's "
+                                 f"{rows} rows; or a stop token, in the chat template, or there "
+                                 "twice")
+        return ids
+    if rows - max(words.values()) > 2:
         return rows - 2, rows - 1
     roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
-    free = [(not re.search("reserved|unused|extra", t.content), -i)
-            for i, t in tokenizer.added_tokens_decoder.items() if t.special and i < rows
-            and i not in taken and t.content not in roles
-            and t.content not in tokenizer.chat_template]
+    free = [(not re.search("reserved|unused|extra", t.content), -i) for i, t in special.items()
+            if t.special and i < rows and i not in used and t.content not in roles]
     if len(free) < 2:
         raise ValueError("no two vocabulary entries are free for w+ and w-; name two tokens no "
                          "text uses: --value_tokens A B")
     return tuple(-i for _, i in sorted(free)[:2])[::-1]
+
+
+@torch.no_grad()
+def readout_at_start(lm, ids):
+    """The logit difference z+ - z- before and after an empty response to a prompt, before any
+    training -> (V's, Q's). ValueError where Eq. 1 is flat for both."""
+    end = lm.chat.later("-")[:1]  # the end of a turn; V is read before it and Q after it
+    hidden = lm.body(torch.tensor([ids + end], device=lm.device))[0, -2:]
+    plus, minus = lm.value_logits(hidden).unbind(-1)
+    v, q = (plus - minus).tolist()
+    if min(abs(v), abs(q)) > lm.tau_v:
+        raise ValueError(f"the value readouts start saturated: the logits of {lm.value_ids} differ "
+                         f"by {v:.2f} and {q:.2f}, and Eq. 1 has no gradient beyond tau_v = "
+                         f"{lm.tau_v:g}. Choose two others with --value_tokens A B, or --tau_v "
+                         f"above {2 * max(abs(v), abs(q)):.1f}")
+    return v, q
 
 
 @torch.no_grad()
@@ -412,12 +460,11 @@ def check_head(lm):
 
 
 def main():
-    import envs  # only for the tiny model's words
     from machine.cli import Parser, one_line_errors
     parser = Parser(description="Reads V and Q of one turn.")
-    parser.add_argument("--model", default="tiny", help="tiny (random), folder, hub id or name")
+    parser.add_argument("--model", default="tiny", help="tiny, a folder, hub id or bare name")
     with one_line_errors("model.py"), torch.no_grad():
-        lm = load(parser.parse_args().model, words=envs.words())
+        lm = load(parser.parse_args().model)
         prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
         response = lm.tokenizer.encode("open fridge 1", add_special_tokens=False) + [lm.stop_ids[0]]
         sample = prompt + response, [(len(prompt), len(prompt) + len(response))]

@@ -525,9 +525,9 @@ def main():
     from machine.cli import Parser, one_line_errors
 
     parser = Parser(description="Samples one prompt with both engines.")
-    parser.add_argument("--model", default="tiny", help="tiny (random), folder, hub id or name")
+    parser.add_argument("--model", default="tiny", help="tiny, a folder, hub id or bare name")
     with one_line_errors("rollout.py"):
-        lm, env = load(parser.parse_args().model, words=envs.words()), envs.make_env("house")
+        lm, env = load(parser.parse_args().model), envs.make_env("house")
         print(prompt := env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt())
         for engine in ("kv", "hf"):
             sampler = Sampler(lm, engine, max_new=32)

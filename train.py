@@ -32,9 +32,7 @@ from machine.cli import flags_of, one_line_errors
 from machine.fast import compiled_scoring
 from machine.ranks import (AdamW, barrier, everyone, from_ranks, join_ranks, mean, rank, say,
                            take_step, world)
-from model import Batch, Critic, Scores, load, make_batch, micro_batches
-from worlds.tiny import is_tiny
-from worlds.reserved import readout_at_start
+from model import Batch, Critic, Scores, is_tiny, load, make_batch, micro_batches, readout_at_start
 from rollout import Sampler, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
@@ -563,11 +561,10 @@ def load_start(config, pool):
     first, = pool.gather([0])
     pool.drop(0)
     prompt = lm.chat.first(pool.env.episode(*first).window_prompt())
-    middle, spread, saturated = readout_at_start(lm, [prompt])
+    v, q = readout_at_start(lm, prompt)
     size = sum(p.numel() for p in lm.model.parameters()) / 1e6
     say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); {config.env}: {len(games)} "
-        f"training games\nw+, w- = {lm.value_ids}: logit difference {middle:.3f} +- {spread:.3f}, "
-        f"{saturated:.0%} saturated")
+        f"training games\nw+, w- = {lm.value_ids}: their logits differ by {v:.3f} and {q:.3f}")
     return fitted(lm, config)
 
 

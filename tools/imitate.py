@@ -7,13 +7,10 @@
 
 Sparse reward repairs a wrong decision quickly and a wrong word slowly. So the model first takes
 steps on what a demonstrator says in training games, until nearly all actions that it samples itself
-are admissible. Here `--model tiny` means random weights. The result is a Hugging Face folder. The
-paper has no such phase, and pretrained models need none. It runs as one process, without ranks.
+are admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made
+here. The result is a Hugging Face folder. The paper has no such phase, and pretrained models need
+none. It runs as one process, without ranks.
 """
-import signal
-if __name__ == "__main__":  # Ctrl-C while this imports leaves without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import argparse
 import concurrent.futures
 import dataclasses
@@ -23,12 +20,15 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import sys
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -36,11 +36,81 @@ import envs
 import eval as evaluation
 import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
-from model import load, make_batch, micro_batches, restricted_log_softmax
-from rollout import next_prompts, rollout
 from machine import cli, runs
-from machine.ranks import AdamW
-from worlds.tiny import is_tiny
+from machine.ranks import AdamW, take_step
+from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
+from rollout import next_prompts, rollout
+
+# --------------------------------------------------------------------- a tiny model, made at random
+
+SPOKEN = (  # fixed strings of the house and of ALFWorld
+    "go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|from the|to|"
+    "to the|with|using the|put|two|hot|in|at|under the desklamp|You are in the middle of a room. "
+    "Looking quickly around you, you see|Your task is to|You arrive at|The|On the|you see|"
+    "is closed|is open. In it|You open the|You close the|You pick up the|You move the|"
+    "You clean the|You heat the|You cool the|You turn on the|Nothing happens|You are carrying|"
+    "You are not carrying anything|nothing|You are facing the|Next to it|This is|find|drop|done|"
+    "There's nothing special about|<think>|</think>|<action>|</action>|"
+    "-= Welcome to TextWorld, ALFRED! =-").split("|")
+
+
+def words():
+    """-> (phrases, nouns) of the tiny model's word-level vocabulary: the fixed strings of the
+    prompts and of the house, and whatever has a name in a house or in ALFWorld."""
+    prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
+    fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
+    types = envs.OBJECTS + envs.PLACES + list(envs.APPLIANCES.values()) + [type_of(LAMP)]
+    types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
+              "toiletpaperhanger tvstand wateringcan").split()
+    nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
+    return sorted({*fixed, *SPOKEN, envs.ROLE, envs.ANSWER} - {""}), nouns
+
+
+def tiny_tokenizer(phrases, nouns):
+    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
+    one token, and an unknown word is spelled, so that every ASCII string can be encoded. Spaces,
+    punctuation and articles separate words and are forgotten, which halves the tokens to read."""
+    letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
+    control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in numbers]
+    entries = control + spelled + sorted(nouns) + sorted(phrases) + numbers
+    vocabulary = {entry: i for i, entry in enumerate(dict.fromkeys(entries))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<|unknown|>",
+                                           max_input_chars_per_word=10 ** 6))
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    left, right = r"(?<![A-Za-z])", r"(?![A-Za-z])"
+    whole = [left * p[0].isalpha() + re.escape(p) + right * p[-1].isalpha()
+             for p in sorted(phrases, key=len, reverse=True)]
+    word = rf"{left}(?!(?:a|an|and|the){right})[A-Za-z]+"
+    pattern = "|".join([*whole, r"[A-Za-z]+ \d+", word, r"\d+", r"[^\s\w.,:;'\"\[\]]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    tokenizer.add_special_tokens([AddedToken(c, special=True) for c in control])
+    template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
+                "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template,
+                                   eos_token="<|end|>", pad_token="<|pad|>",
+                                   unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
+
+
+def random_tiny(seed=0, dtype=torch.float32):
+    """-> ActorCritic of a randomly initialised Qwen2 of about 0.2 M parameters. Its embeddings are
+    untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start."""
+    tokenizer = tiny_tokenizer(*words())
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
+        max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.lm_head.weight.data[-2:] = 0
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    for p in model.parameters():  # buffers stay: RoPE's frequencies must not be rounded
+        p.data = p.data.to(dtype)
+    return actor_critic(model, tokenizer)
+
 
 # ---------------------------------------------------------------------------- the demonstrators
 
@@ -250,7 +320,7 @@ def imitate(lm, pool, config, flags, mapper=map):
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     probe = evaluation.spaced(ids, 64)  # ids are sorted by kind of task, so that all kinds occur
     practice = sorted({*ids} - {*probe}) or ids
-    contexts = ("window", "full") if config.model == "tiny" else (config.context,)  # serves either
+    contexts = (config.context,) if config.model != "random" else ("window", "full")  # for either
     stocks, bar = {context: [] for context in contexts}, tqdm(range(flags.steps), desc="imitation")
     for step in bar:
         context = contexts[step % len(contexts)]
@@ -266,8 +336,8 @@ def imitate(lm, pool, config, flags, mapper=map):
         tokens = sum(end - start for _, spans in batch for start, end in spans)
         micros = [make_batch(group).to(lm.device)
                   for group in micro_batches(batch, config.tokens_per_micro_batch)]
-        train.take_step(lm.model, optimizer, micros, config, lambda micro: (
-            imitation_loss(lm, micro, flags.text_weight) / tokens, {}))
+        take_step(lm.model, optimizer, micros, lambda micro: (
+            imitation_loss(lm, micro, flags.text_weight) / tokens, {}), config.checkpointing)
         schedule.step()
         if (step + 1) % 200 == 0:
             shares = [admissible_share(lm, pool, probe, c, step, config) for c in contexts]
@@ -290,32 +360,31 @@ def admissible_share(lm, pool, games, context, step, config):
 
 DEMONSTRATIONS, PROBE = 3, 4  # streams of random numbers, after train.py's
 FLAGS = {  # name: (type, default, help)
-    "steps": (cli.Count, 5000, "optimizer steps, at most"),
-    "lr": (cli.Positive, 1e-5, "the highest learning rate"),
-    "batch": (cli.Size, 64, "turns a step"),
-    "text_weight": (cli.Weight, 0.0, "weight of predicting what is read, beside what is said"),
-    "until": (cli.Share, 0.98, "share of admissible actions, looked at every 200 steps, that "
-                                 "ends it"),
-    "forget": (cli.Share, 0.0, "share of demonstrations by the forgetful demonstrator"),
-    "noise": (cli.Share, 0.2, "share of turns in which a random command is executed")}
+    "steps": (int, 5000, "optimizer steps, at most"),
+    "lr": (float, 1e-5, "the highest learning rate"),
+    "batch": (int, 64, "turns a step"),
+    "text_weight": (float, 0.0, "weight of predicting what is read, beside what is said"),
+    "until": (float, 0.98, "share of admissible actions, looked at every 200 steps, that ends it"),
+    "forget": (float, 0.0, "share of demonstrations by the forgetful demonstrator"),
+    "noise": (float, 0.2, "share of turns in which a random command is executed")}
 TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
-TRAIN = """env model data goals out seed context engine rows compile eager dtype history horizon
-places objects max_new max_prompt max_context workers r_max tau_v value_tokens
-tokens_per_micro_batch checkpointing moments""".split()  # of train.py
+TRAIN = """env model data out seed context engine rows compile dtype history horizon places objects
+max_new max_prompt r_max tau_v value_tokens tokens_per_micro_batch checkpointing moments
+""".split()  # of train.py
 
 
 def parse(argv=None):
     """-> train.py's Config, and the flags of FLAGS. ValueError says what is wrong."""
     parser = cli.Parser(description="Imitation, before Algorithm 1.", epilog="It also takes "
-                            f"these flags of train.py: --{' --'.join(TRAIN)}.")
+                        f"these flags of train.py: --{' --'.join(TRAIN)}.")
     for name, (kind, default, text) in FLAGS.items():
         tiny = f"; tiny: {TINY[name]}" if name in TINY else ""
         parser.add_argument(f"--{name}", type=kind, help=f"{text} [{default}{tiny}]")
     flags, rest = parser.parse_known_args(argv)
     given = {word[2:].split("=")[0] for word in rest if word.startswith("--")}
-    config = train.parse_config(rest)
-    if given - {*TRAIN}:
-        raise ValueError(f"--{min(given - {*TRAIN})} does nothing in an imitation")
+    config = train.parse_config(["--model", "random", *rest])
+    if idle := given - {*TRAIN}:
+        raise ValueError(f"--{min(idle)} does nothing in an imitation")
     if "out" not in given:
         config = dataclasses.replace(config, out=f"runs/start-{config.env}-{config.seed}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -331,12 +400,14 @@ def parse(argv=None):
 def run(config, flags):
     print(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less",
           flush=True)
-    lm = load(config.model, dtype=getattr(torch, config.dtype), seed=config.seed,
-              words=envs.words(), value_tokens=config.value_tokens, tau_v=config.tau_v,
-              r_max=config.r_max)
+    dtype = getattr(torch, config.dtype)
+    lm = random_tiny(config.seed, dtype) if config.model == "random" else load(
+        config.model, dtype=dtype, value_tokens=config.value_tokens, tau_v=config.tau_v,
+        r_max=config.r_max)
     lm = train.fitted(lm, config)
-    pool = envs.Pool(config.env, envs.options_for(vars(config)), config.workers)
-    players = start_players(config.workers) if config.workers else None
+    workers = envs.default_workers(config.env)
+    pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
+    players = start_players(workers) if workers else None
     try:
         imitate(lm, pool, config, flags, players.map if players else map)
     finally:
