@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 from worlds.textworld import Engine, alfworld_root, game_folders
-from worlds.webshop import Shop, keys_of, shop_command  # train.py counts GiGPO's states by keys_of
+from worlds.webshop import Shop, shop_command
 
 REWARD = 10.0
 NOTHING = "Nothing happens."  # what a room answers to a command that it cannot use

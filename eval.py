@@ -91,7 +91,7 @@ def table(reports, env):
     the 95 % intervals of shares of n episodes."""
     names, width = list(env.categories.values()), max(map(len, reports)) + 2
     heads = [*names, "All", *["Score"] * env.graded]
-    lines = ["".join(f"{name:>8}" for name in heads) + "     n   95 %"]
+    lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n   95 %"]
     for title, r in reports.items():
         cells = [r["success_by_category"].get(c) for c in names] + [r["success"]]
         cells += [r["score"]] * env.graded
@@ -310,7 +310,7 @@ def plot(folders, path):
 
 def setting(config):
     """The model, the environment and its size."""
-    size = [f"{config[k]} {k}" for k in ("places", "objects") if config["env"] == "house"]
+    size = [f"{config.get(k)} {k}" for k in ("places", "objects") if config["env"] == "house"]
     turns = f"{config.get('horizon')} turns"
     return f"{Path(config['model']).name} on {config['env']} ({', '.join([*size, turns])})"
 

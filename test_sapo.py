@@ -46,20 +46,15 @@ import rollout as rollout_module
 import sapo
 import train
 from envs import Episode, Pool, make_env, parse_action, tasks, type_of
-from model import (Critic, actor_critic, entropy, load, make_batch,
-                   reserve_value_ids, restricted_log_softmax,
-                   value_readout)
+from model import (Critic, actor_critic, entropy, is_tiny, load, locate, make_batch,
+                   readout_at_start, reserve_value_ids, restricted_log_softmax, value_readout)
 from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
-from machine import cli, fast, ranks, runs
-from worlds.curves import PANELS
-from worlds.endpoint import Endpoint
-from worlds.hub import hub_id
-from worlds.reserved import named_value_ids, readout_at_start
+from machine import fast, ranks, runs
 from machine.test_runs import checkpoints
-from worlds.tiny import is_tiny
+from tools.imitate import random_tiny
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
 from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
 
@@ -1084,7 +1079,7 @@ def test_the_walkthrough_ends_where_something_else_was_done(small_game):
 @needs_package
 def test_a_growing_conversation_is_read_in_a_quarter_of_the_tokens():
     """SmolLM2's tokenizer counts 0.16 to 0.22 in place of the tiny model's 0.20 to 0.27."""
-    lm, count = load("tiny", words=envs.words()), {"window": 0, "full": 0}
+    lm, count = random_tiny(), {"window": 0, "full": 0}
     for task in tasks("alfworld", "train")[::700]:
         env = make_env("alfworld")
         obs, info = env.reset(task)
@@ -1295,7 +1290,7 @@ def test_observations_have_keys_of_64_bits():
 def random_model(architecture, seed=0, layers=2):
     """A random model of an architecture behind the tiny tokenizer. Its weights are wide enough to
     make choices sharp, and many words end a response, so that responses end at different times."""
-    base = load("tiny", words=envs.words())
+    base = random_tiny()
     config = dict(vocab_size=len(base.tokenizer) + 2, hidden_size=32, intermediate_size=64,
                   num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
                   head_dim=8, max_position_embeddings=4096, tie_word_embeddings=seed % 2 == 0,
@@ -1881,7 +1876,7 @@ def test_an_empty_response_is_an_invalid_turn_of_one_token():
 
 
 def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
-    lm = load("tiny", words=envs.words())
+    lm = random_tiny()
     encode = lambda text: lm.tokenizer(text, add_special_tokens=False).input_ids
     text = "take apple 1 from cabinet 12 </action> Zebra #7 é 😀 \n <|end|>x"
     ids = encode(text)
@@ -1895,17 +1890,17 @@ def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
     assert (again.value_ids, again.stop_ids) == (lm.value_ids, lm.stop_ids)
     assert again.chat.first(text) == lm.chat.first(text)
     torch.testing.assert_close(again.model.lm_head.weight, lm.model.lm_head.weight)
-    sixteen = load("tiny", words=envs.words(), dtype=torch.bfloat16).model
+    sixteen = random_tiny(dtype=torch.bfloat16).model
     assert {p.dtype for p in sixteen.parameters()} == {torch.bfloat16}
     # RoPE's frequencies keep all their digits.
     assert torch.equal(sixteen.model.rotary_emb.inv_freq, lm.model.model.rotary_emb.inv_freq)
-    one = load("tiny", seed=1, words=envs.words())
+    one = random_tiny(1)
     assert not torch.equal(one.model.lm_head.weight, lm.model.lm_head.weight)
-    assert readout_at_start(lm, [lm.chat.first("hello")]) == (0.0, 0.0, 0.0)
+    assert readout_at_start(lm, lm.chat.first("hello")) == (0.0, 0.0)
 
 
 def test_a_folder_of_a_tiny_model_is_known_as_one(tmp_path):
-    load("tiny", words=envs.words()).save(tmp_path / "tiny")
+    random_tiny().save(tmp_path / "tiny")
     random_model("qwen2", 1).save(tmp_path / "other")
     for name in ("tiny", str(tmp_path / "tiny"), TINY_HOUSE):
         assert is_tiny(name)
@@ -1914,7 +1909,7 @@ def test_a_folder_of_a_tiny_model_is_known_as_one(tmp_path):
 
 
 def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
-    lm = load("tiny", words=envs.words())
+    lm = random_tiny()
     tokenizer, stops, size = lm.tokenizer, lm.stop_ids, len(lm.tokenizer)
     assert reserve_value_ids(tokenizer, size + 2, stops) == (size, size + 1)
     with pytest.raises(ValueError, match="--value_tokens"):
@@ -1923,24 +1918,21 @@ def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
         {"additional_special_tokens": ["<|extra_0|>", "<|extra_1|>", "<|tool|>"]})
     chosen = reserve_value_ids(tokenizer, len(tokenizer), stops)
     assert {tokenizer.convert_ids_to_tokens(i) for i in chosen} == {"<|extra_0|>", "<|extra_1|>"}
-    named = named_value_ids(tokenizer, ("<|tool|>", "5"), stops)
+    named = reserve_value_ids(tokenizer, len(tokenizer), stops, ("<|tool|>", "5"))
     assert named == tuple(tokenizer.convert_tokens_to_ids(["<|tool|>", "5"]))
-    for names, complaint in ((("<|end|>", "<|tool|>"), "stop token"),
-                             (("nonsense-word", "<|tool|>"), "no token"),
-                             (("<|tool|>",) * 2, "different")):
-        with pytest.raises(ValueError, match=complaint):
-            named_value_ids(tokenizer, names, stops)
+    for names in (("<|end|>", "<|tool|>"), ("nonsense-word", "<|tool|>"), ("<|tool|>",) * 2):
+        with pytest.raises(ValueError, match="--value_tokens: .* is no token.*stop.*twice"):
+            reserve_value_ids(tokenizer, len(tokenizer), stops, names)
 
 
 def test_a_saturated_start_says_what_to_change():
     lm = random_model("qwen2", 1)
-    prompts = [lm.chat.first(f"hello {n}") for n in range(4)]
     with pytest.raises(ValueError, match="--value_tokens.*--tau_v"):
-        readout_at_start(dataclasses.replace(lm, tau_v=1e-6), prompts)
+        readout_at_start(dataclasses.replace(lm, tau_v=1e-6), lm.chat.first("hello"))
 
 
 def test_the_conversation_grows_by_appending():
-    lm = load("tiny", words=envs.words())
+    lm = random_tiny()
     encode = lambda text: lm.tokenizer(text, add_special_tokens=False).input_ids
     stop, said = lm.stop_ids[0], encode("<action> look </action>")
     messages = [{"role": "user", "content": "one"},
@@ -1983,7 +1975,9 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, complaint in ((str(tmp_path / "mute"), "chat template"),
                             (str(tmp_path / "empty"), "cannot load"),
-                            ("nobody/nothing", "cannot load"), ("no-such-model", "cannot load")):
+                            ("nobody/nothing", "cannot load"), ("no-such-model", "no folder here"),
+                            ("runs/x/nope", "no such folder"),
+                            ("Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct is not in")):
         with pytest.raises(ValueError, match=complaint):
             load(name)
     lm = random_model("qwen2", 1)
@@ -1998,13 +1992,11 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     for engine, context, wrong in (("vllm", "full", "vllm"), ("kv", "half", "half")):
         with pytest.raises(ValueError, match=f"'{wrong}'.* known: kv, hf; window, full"):
             Sampler(lm, engine, context)
-    assert hub_id("Qwen2.5-1.5B-Instruct") == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert hub_id("a/b") == "a/b" and hub_id("no-such-model") == "no-such-model"
 
 
 def test_a_model_that_cannot_take_our_attention_keeps_its_own_and_stays_causal():
     """Bloom's class calls no attention function by name. With dropout, as from_config makes it."""
-    base = load("tiny", words=envs.words())
+    base = random_tiny()
     config = AutoConfig.for_model(
         "bloom", vocab_size=len(base.tokenizer) + 2, hidden_size=32, n_layer=2, n_head=4,
         hidden_dropout=0.3, eos_token_id=None, bos_token_id=None, pad_token_id=None)
@@ -2618,12 +2610,6 @@ def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(t
         small_config(tmp_path, *flags)
 
 
-def test_the_tiny_model_spells_what_it_has_no_word_for():
-    lm = load("tiny")
-    said = lm.text(lm.chat.first("go to fridge 1"))
-    assert said == "<|user|> go to fridge 1 <|end|> <|assistant|>"
-
-
 def test_a_tiny_models_folder_has_the_tiny_models_settings_and_every_field_is_a_flag(tmp_path):
     tiny, folder = small_config(tmp_path), small_config(tmp_path, "--model", TINY_HOUSE)
     large = small_config(tmp_path, "--model", "Qwen2.5-1.5B-Instruct")
@@ -3127,35 +3113,6 @@ SEVEN_B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
                tie_word_embeddings=False)
 
 
-def test_memory_is_computed_from_the_architecture_and_refused_in_time(tmp_path, monkeypatch):
-    config = small_config(tmp_path, "--model", "Qwen2.5-7B", "--dtype", "bfloat16", "--moments",
-                          "bfloat16", "--checkpointing")
-    arch = AutoConfig.for_model("qwen2", **SEVEN_B)
-    needed = bench.memory_needed(arch, config)
-    lasting = sum(needed[k] for k in ("weights", "gradients", "master weights", "moments"))
-    assert lasting / 1e9 == pytest.approx(91, abs=1)  # as published for H200
-    assert needed["reference"] / 1e9 == pytest.approx(15, abs=0.5)
-    assert needed["activations of a micro-batch"] / 1e9 < 10 and not needed["critic"]
-    critic = bench.memory_needed(arch, config, critic=True)["critic"]
-    assert critic == lasting
-    with monkeypatch.context() as two:
-        two.setattr(ranks, "world", lambda: 2)
-        for what in ("moments", "master weights"):
-            half = bench.memory_needed(arch, config)[what]
-            assert half == pytest.approx(needed[what] / 2, rel=1e-3)
-    lm = random_model("qwen2", 1)
-    needed = bench.memory_needed(lm.model.config, small_config(tmp_path))
-    real = sum(p.numel() * p.element_size() for p in lm.model.parameters())
-    assert needed["weights"] == needed["gradients"] == needed["reference"] == real
-    assert needed["moments"] == 2 * real and not needed["master weights"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties",
-                        lambda _: types.SimpleNamespace(total_memory=80e9))
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name: arch)
-    with pytest.raises(ValueError, match="needs 1.. GB and the GPU has 80"):
-        none.forecast_memory(arch, config)
-
-
 def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--lr", 1e-4, "--out", run)
@@ -3403,43 +3360,28 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
 
 
 def test_intervals_and_tables():
-    wilson, independent = evaluation.wilson, evaluation.independent
+    wilson = evaluation.wilson
     assert wilson(0, 0) == (0.0, 1.0) and wilson(10, 10)[1] == 1.0
     assert wilson(10, 10)[0] == pytest.approx(0.7225, abs=1e-3)
     assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-3)
-    rows = [{"task": str(i), "category": c, "won": i % 2 == 0, "score": i / 2, "turns": 3}
+    rows = [{"task": str(i), "category": c, "won": i % 2 == 0, "score": i / 2}
             for i, c in enumerate(["Pick", "Pick", "Look"])]
     report = evaluation.report(rows)
-    assert report["score"] == 0.5
-    assert report["score_half"] == pytest.approx(1.96 * (1 / 6) ** 0.5 / 3 ** 0.5)
-    assert "50.0 ± 46.2    66.7" in evaluation.table({"x": report}, envs.WebShop)
-    assert "Pick2" in evaluation.table({"x": report}, envs.House)
-    assert report["success"] == pytest.approx(2 / 3)
+    assert report["score"] == 0.5 and report["success"] == pytest.approx(2 / 3)
     assert report["by_category"]["Pick"]["success"] == 0.5 and "Cool" not in report["by_category"]
+    assert "66.7    50.0     3   20.8-93.8" in evaluation.table({"x": report}, envs.WebShop)
+    assert "Pick2" in evaluation.table({"x": report}, envs.House)
     assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6]
     assert evaluation.spaced([1, 2], 0) == [1, 2] and evaluation.spaced([1, 2], 5) == [1, 2]
-
-    def rows(wins):
-        return [{"task": str(i), "won": bool(w)} for i, game in enumerate(wins) for w in game]
-
-    rng = random.Random(0)
-    same = rows([[w] * 10 for w in (0, 1, 1, 0, 1)])  # every repeat ends as the first one did
-    assert independent(same) == pytest.approx(4)  # five games, less one degree of freedom
-    unrelated = rows([[rng.random() < 0.5 for _ in range(10)] for _ in range(40)])
-    assert 150 < independent(unrelated) <= 400
-    assert independent(rows([[1], [0], [1]])) == 3 and independent(rows([[0, 0], [0, 0]])) == 2
-    assert independent([]) == 0
-    graded = [r | {"score": 0.25 + 0.5 * r["won"]} for r in same]  # what counts is how it varies
-    assert independent(graded, "score") == pytest.approx(4)
 
 
 def a_run(folder, success, seconds, env="house", **config):
     """The files of a finished run as train.py leaves them."""
     folder.mkdir(parents=True)
-    base = {"model": "tiny", "env": env, "algo": "sapo", "c_v": 0.5, "c_q": 0.25, "seed": 0}
+    base = {"model": "tiny", "env": env, "algo": "sapo", "gamma": 0.95, "seed": 0}
     (folder / "config.json").write_text(json.dumps(base | config))
     line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0}
-    line |= dict.fromkeys(PANELS, 0.0) | {"success": success}
+    line |= dict.fromkeys(evaluation.PANELS, 0.1) | {"success": success}
     (folder / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
     (folder / "cost.json").write_text('{"peak_memory": 1.5}')
     result = {"success": success, "success_before": 0.25, "score": success, "score_before": 0.5,
@@ -3449,76 +3391,38 @@ def a_run(folder, success, seconds, env="house", **config):
     return str(folder)
 
 
-def test_the_papers_table_from_runs(tmp_path, capsys, monkeypatch):
+def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
     runs = [a_run(tmp_path / "sapo-1", 0.8, 10, seed=1, resume=True),
-            a_run(tmp_path / "sapo-2", 0.9, 20, seed=2, workers=4),
-            a_run(tmp_path / "ppo-0", 0.5, 5, algo="ppo"),
-            a_run(tmp_path / "lam0.9", 0.4, 5, lam=0.9),
-            a_run(tmp_path / "sapo-novalue-0", 0.3, 5, c_v=0, c_q=0),
-            a_run(tmp_path / "gigpo-nostd-0", 0.2, 5, algo="gigpo", without_std=True)]
+            a_run(tmp_path / "sapo-2", 0.9, 20, seed=2, workers=4),  # with a flag of other days
+            a_run(tmp_path / "ppo-0", 0.5, 5, algo="ppo")]
     (tmp_path / "torn").mkdir()
-    a_run(tmp_path / "empty-0", 0.1, 5)
-    (tmp_path / "empty-0" / "metrics.jsonl").write_text("")
-    run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn", tmp_path / "empty-0")
+    run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn")
     said = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
-    assert rows[0][:4] == ["method", "seeds", "Pick", "Look"]
-    assert rows[0][-4:] == ["All", "seconds", "M tokens", "GB"] and said.err.count("left out") == 2
+    assert rows[0] == ["method", "seeds", "Pick", "Look", "Clean", "Heat", "Cool", "Pick2", "All",
+                       "seconds", "M tokens", "GB"] and said.err.count("left out") == 1
     assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
-    assert rows[3] == ["sapo", "2", "85.0 ± 7.1", *["–"] * 5, "85.0 ± 7.1", "30 ± 14",
+    assert rows[3] == ["sapo", "2", "85.0 ± 5.0", *["–"] * 5, "85.0 ± 5.0", "30 ± 10",
                        "2.00 ± 0.00", "1.50"]
-    assert [r[0] for r in rows[4:]] == ["ppo", "lam0.9", "sapo-novalue", "gigpo-nostd"]
-    assert rows[4][2] == "50.0"
+    assert rows[4][0] == "ppo" and rows[4][2] == "50.0"
     run_main(evaluation, monkeypatch, "--table", a_run(tmp_path / "s", 0.25, 9, env="webshop"))
-    out = capsys.readouterr().out
-    assert "| method | seeds | Score | Success | seconds" in out
-    assert "| s | 1 | 25.0 | 25.0 | 18 |" in out
-    path = tmp_path / "sapo-1" / "eval.json"  # this run was evaluated at temperature 1 as well
-    at_1 = {"success_at_1": 0.75, "success_before_at_1": 0.5}
-    path.write_text(json.dumps(json.loads(path.read_text()) | at_1))
-    run_main(evaluation, monkeypatch, "--table", runs[0])
-    out = capsys.readouterr().out
-    assert "| All | All, T = 1 | seconds" in out
-    assert "| 25.0 | 50.0 |" in out and "| 80.0 | 75.0 | 20 |" in out
+    assert "| Score | Success | seconds" in capsys.readouterr().out
+    drawn, save = {}, evaluation.Figure.savefig
+
+    def look(figure, *args, **options):
+        drawn.update({ax.get_title(): [line.get_label() for line in ax.lines]
+                      for ax in figure.axes})
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(evaluation.Figure, "savefig", look)
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
+    both, alone = ["sapo, n = 2", "ppo, n = 1"], ["sapo, n = 2"]
+    assert [*drawn.values()] == [both, alone, alone, both]  # PPO's V has another target
     assert (tmp_path / "curves.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="none of these folders is a run"):
         run_main(evaluation, monkeypatch, "--table", tmp_path / "torn")
-
-
-def test_runs_are_labelled_by_their_folders(tmp_path):
-    ours = [a_run(tmp_path / "a" / f"sapo-{seed}", 0.5, 1, seed=seed) for seed in range(2)]
-    theirs = a_run(tmp_path / "b" / "sapo-0", 0.5, 1)
-    assert {k: len(runs) for k, runs in evaluation.group_runs(ours).items()} == {"sapo": 2}
-    both = evaluation.group_runs([*ours, f"{theirs}/"])
-    assert {label: len(runs) for label, runs in both.items()} == {"a/sapo": 2, "b/sapo": 1}
-    for name, other in (("sapo-7", {"seed": 1}), ("sapo-8", {"seed": 8, "env": "alfworld"})):
-        with pytest.raises(ValueError, match=name):  # one seed twice, or another environment
-            evaluation.group_runs([*ours, a_run(tmp_path / "a" / name, 0.5, 1, **other)])
-
-
-def test_curves_are_drawn_of_what_a_run_has(tmp_path, monkeypatch):
-    """A thin curve for each seed and a thick one for all; none of values that are 0 throughout."""
-    from matplotlib.figure import Figure
-    drawn, save = {}, Figure.savefig
-
-    def look(figure, *args, **options):
-        drawn.update({ax.get_title(): [(len(line.get_ydata()), line.get_linewidth() > 1)
-                                       for line in ax.lines] for ax in figure.axes})
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", look)
-    runs = [a_run(tmp_path / f"sapo-{seed}", 0.0, 1, seed=seed) for seed in range(2)]
-    for seed in range(2):  # of different lengths
-        path = tmp_path / f"sapo-{seed}" / "metrics.jsonl"
-        lines = (read_lines(path) * 2)[:3 + seed]
-        path.write_text("".join(json.dumps(line | {"kl": 0.1, "v_explained_variance": 0.3 * n})
-                                + "\n" for n, line in enumerate(lines)))
-    evaluation.plot([*runs, a_run(tmp_path / "grpo-0", 0.5, 1, algo="grpo")], tmp_path / "c.png")
-    ours, theirs = [(3, False), (4, False), (3, True)], [(2, False), (2, True)]
-    assert [*drawn.values()] == [ours + theirs, ours, [], ours]
-    evaluation.plot([f"{HERE}/results/house-tiny-full-0"], tmp_path / "c.png")  # an old config
-    assert all(len(lines) == 2 for lines in drawn.values())
+    with pytest.raises(ValueError, match="sapo-7"):  # one seed twice
+        evaluation.group_runs([*runs, a_run(tmp_path / "sapo-7", 0.5, 1, seed=1)])
 
 
 def test_the_newest_checkpoint_of_a_run(tmp_path):
@@ -3528,296 +3432,8 @@ def test_the_newest_checkpoint_of_a_run(tmp_path):
     assert runs.newest_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
 
 
-class Knowing:
-    """A sampler that asks the house's expert, but only looks around in the first wins[i] attempts
-    at game i. It keeps what it is asked: (game, attempt, turn, prompt)."""
-
-    context, max_new, steps, lm = "window", 4, 0, Endpoint.lm
-
-    def __init__(self, games, wins, limit=10 ** 9):
-        self.games, self.wins, self.limit = games, wins, limit
-        self.asked, self.said, self.trial, self.turn, self.envs = [], [], Counter(), Counter(), {}
-
-    busy = property(lambda self: len(self.said))
-
-    def add(self, i, letters, u):
-        trial, turn, text = self.trial[i], self.turn[i], "".join(letters)
-        self.asked.append((i, trial, turn, text))
-        if "You did not succeed" in text:
-            self.trial[i], self.turn[i] = trial + 1, 0
-            return self.said.append((i, f"lesson {trial} of {i}"))
-        if turn == 0:
-            self.envs[i] = make_env("house")
-            self.envs[i].reset(self.games[i])
-        action = self.envs[i].expert()[0] if trial >= self.wins[i] else "look"
-        self.envs[i].step(action)
-        self.turn[i] = turn + 1
-        self.said.append((i, f"<think> idea {turn} </think> <action> {action} </action>"))
-
-    def run(self, steps=None):
-        said, self.said = self.said, []
-        return [(i, rollout_module.Response(list(text), [], 0.0, 0.0)) for i, text in said]
-
-    def forget(self):
-        self.said = []
-
-    def drop(self, i):
-        pass
-
-
-def last_attempts(model, games, pool, style):
-    """The record of the last attempt at each game."""
-    records = dict(evaluation.play(model, dict(enumerate(games)), pool, style=style, quiet=True))
-    return [records[number] for number in range(len(games))]
-
-
-def test_plain_and_react_prompts_show_what_they_should():
-    games = tasks("house", "test")[:3]
-    with contextlib.closing(Pool("house")) as pool:
-        model = Knowing(games, [0, 0, 9])
-        records = last_attempts(model, games, pool, "react")
-        assert [r["won"] for r in records] == [True, True, False]
-        assert [r["task"] for r in records] == games and records[2]["turns"] == 20
-        env = make_env("house")
-        env.reset(games[0])
-        plan = env.expert()
-        assert records[0]["actions"] == plan and records[0]["trials"] == 1
-        assert records[0]["lessons"] == [] and records[0]["valid_actions"] == 1
-        last = [text for i, *_, text in model.asked if i == 0][-1]
-        seen = [env.reset(games[0])[0].strip()] + [env.step(a)[0] for a in plan[:-1]]
-        parts = [f"Observation: {o}\nThought: idea {n}\nAction: {a}\n"
-                 for n, (o, a) in enumerate(zip(seen, plan[:-1]))]
-        now = f"Observation: {seen[-1]}\nCommands that work now: ["
-        assert "".join(parts) + now in last and last.count(env.task) >= 1
-        short = Knowing(games, [0, 0, 9], limit=1500)  # the oldest turns make room
-        last_attempts(short, games, pool, "react")
-        long = [text for i, *_, text in short.asked if i == 2][-1]
-        assert len(long) <= 1500 and "idea 18" in long and "idea 3 " not in long
-        plain = Knowing(games, [0, 0, 0])
-        last_attempts(plain, games, pool, "plain")
-        assert all("idea" not in text for *_, text in plain.asked)
-        assert "Steps taken so far: 1." in [text for i, *_, text in plain.asked if i == 0][1]
-
-
-@pytest.mark.parametrize("style", ["plain", "react", "reflexion"])
-def test_a_game_whose_prompt_does_not_fit_is_lost_and_the_others_are_played(style):
-    games = tasks("house", "test")[:3]
-    with contextlib.closing(Pool("house")) as pool:
-        free = Knowing(games, [0, 0, 0])
-        last_attempts(free, games, pool, style)
-        firsts = sorted(len(text) for *_, turn, text in free.asked if turn == 0)
-        assert firsts[1] < firsts[2]
-        some = last_attempts(Knowing(games, [0, 0, 0], firsts[2] - 1), games, pool, style)
-        none = last_attempts(Knowing(games, [0, 0, 0], limit=10), games, pool, style)
-        assert not pool.games
-    for r in [*none, *(r for r in some if not r["turns"])]:
-        assert r["outgrown"] and r["truncated"] and not r["won"] and r["responses"] == []
-    assert [r["turns"] > 0 for r in some].count(True) == 2
-    assert evaluation.report(none)["success"] == 0 and len(none) == 3
-
-
-def test_reflexion_tries_three_times_with_its_lessons():
-    games = tasks("house", "test")[:4]
-    with contextlib.closing(Pool("house")) as pool:
-        model = Knowing(games, [0, 1, 2, 3])
-        records = last_attempts(model, games, pool, "reflexion")
-    ends = [(r["won"], r["trials"], len(r["lessons"])) for r in records]
-    assert ends == [(True, 1, 0), (True, 2, 1), (True, 3, 2), (False, 3, 2)]
-    firsts = {(i, trial): text for i, trial, turn, text in model.asked if turn == 0}
-    assert "lesson" not in firsts[3, 0] and "- lesson 0 of 3\n" in firsts[3, 1]
-    assert "- lesson 0 of 3\n- lesson 1 of 3\n" in firsts[3, 2] and (0, 1) not in firsts
-    reflections = [text for *_, text in model.asked if "You did not succeed" in text]
-    assert len(reflections) == 5
-    assert all("Thought: idea 19" in text for text in reflections)
-
-
-@pytest.fixture
-def endpoint(monkeypatch):
-    """A server that speaks the protocol -> (url, says, requests). `says` holds its answers as
-    (status, headers, body), the last one for every further request; status None hangs up."""
-    pytest.importorskip("openai")
-    import http.server
-    says, requests = [], []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append((self.path, dict(self.headers), body))
-            status, headers, text = says.pop(0) if len(says) > 1 else says[0]
-            if status is None:
-                return self.connection.close()
-            self.send_response(status)
-            for pair in ({"Content-Type": "application/json"} | headers).items():
-                self.send_header(*pair)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_):
-            pass
-
-    for name in ("http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1", says, requests
-    server.shutdown()
-    server.server_close()
-
-
-def chat_answer(text):
-    message = {"role": "assistant", "content": text}
-    return 200, {}, json.dumps({"choices": [{"index": 0, "message": message}]})
-
-
-def answers(endpoint, *texts):
-    for n, text in enumerate(texts):
-        endpoint.add(n, endpoint.lm.chat.first(text), None)
-    said = {}
-    while endpoint.busy:
-        said |= dict(endpoint.run())
-    return [endpoint.lm.text(said[n].ids) for n in range(len(texts))]
-
-
-def test_requests_are_under_way_together_and_nothing_waits_while_games_compute(monkeypatch):
-    pytest.importorskip("openai")
-    ask = Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9)
-    together, hold = threading.Barrier(3), threading.Event()
-    monkeypatch.setattr(ask, "ask", lambda text: text * (together.wait(60) < 3))
-    assert answers(ask, "a", "b", "c") == ["a", "b", "c"]
-    monkeypatch.setattr(ask, "ask", lambda text: text * hold.wait(60))
-    ask.add(7, "x", None)
-    before = ask.steps
-    assert ask.run(5) == [] and ask.busy == 1 and ask.steps == before + 5
-    hold.set()
-    (name, response), = ask.run()
-    assert (name, ask.lm.text(response.ids), ask.busy) == (7, "x", 0)
-
-
-def test_an_endpoint_is_asked_again_when_it_is_busy(endpoint, monkeypatch):
-    url, says, requests = endpoint
-    pauses = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    says += [(429, {"Retry-After": "7"}, "slow down"), (503, {}, "busy"), (None, {}, ""),
-             chat_answer("hello")]
-    ask = Endpoint(url + "/", "gpt", 0.4, 33)
-    assert answers(ask, "hi") == ["hello"] and len(pauses) == 3 and pauses[0] == 7.0
-    path, headers, body = requests[0]
-    assert path == "/v1/chat/completions"
-    assert {k.lower(): v for k, v in headers.items()}["authorization"] == "Bearer secret"
-    assert body == {"model": "gpt", "temperature": 0.4, "max_tokens": 33,
-                    "messages": [{"role": "user", "content": "hi"}]}
-    assert answers(ask, "a", "b") == ["hello", "hello"]
-    asked, says[:] = len(requests), [(500, {}, "broken")]
-    with pytest.raises(ValueError, match="InternalServerError.*500"):
-        answers(Endpoint(url, "gpt", 0, 9), "hi")
-    assert len(requests) == asked + 7
-    with pytest.raises(ValueError, match="Connection"):
-        answers(Endpoint("http://127.0.0.1:9/v1", "gpt", 0, 9), "hi")
-
-
-def test_what_an_endpoint_refuses_is_said_in_one_line(endpoint, monkeypatch):
-    url, says, requests = endpoint
-    ask = Endpoint(url, "gpt", 0, 9)
-    for status, headers, body, message in (
-            (401, {}, "who?", "OPENAI_API_KEY is missing or refused.*401"),
-            (403, {}, "not you", "OPENAI_API_KEY is missing or refused.*403"),
-            (404, {"Content-Type": "text/plain"}, "no such\n\nmodel", "404"),
-            (400, {}, '{"error": {"message": "no such\\nmodel"}}', "400.*no such"),
-            (200, {}, "{", "JSON"), (200, {}, "{}", "TypeError"), (200, {}, "[]", "AttributeError"),
-            (200, {}, '{"choices": []}', "IndexError"),
-            (200, {"Content-Type": "text/html"}, "<p>\n</p>", "AttributeError"),
-            (*chat_answer(7), "no text but 7")):
-        asked, says[:] = len(requests), [(status, headers, body)]
-        with pytest.raises(ValueError, match=message) as stop:
-            answers(ask, "hi")
-        assert str(stop.value).startswith(url) and "\n" not in str(stop.value)
-        assert len(requests) == asked + 1  # such a request would fail again
-    for nothing in ("", None):  # None is what a model says that ran out of tokens
-        says[:] = [chat_answer(nothing)]
-        assert answers(ask, "a", "b") == ["", ""]
-    headers = {k.lower(): v for k, v in requests[-1][1].items()}
-    assert headers["authorization"] == "Bearer none"
-
-
-def test_an_endpoint_needs_an_address_and_a_client(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="begins with http://"):
-        Endpoint("localhost:8000/v1", "gpt", 0, 9)
-    monkeypatch.setitem(sys.modules, "openai", None)  # as where it is not installed
-    with pytest.raises(SystemExit, match="pip install openai"):
-        run_main(evaluation, monkeypatch, "--model", "gpt", "--endpoint", "http://127.0.0.1:9/v1",
-                 "--out", tmp_path / "e.json")
-
-
-def test_evaluating_an_endpoint(endpoint, tmp_path, monkeypatch, capsys):
-    url, says, requests = endpoint
-    says += [chat_answer("<think> hm </think> <action> look </action>")]
-
-    def main(model, *flags, out):
-        run_main(evaluation, monkeypatch, "--model", model, "--endpoint", url, *flags, "--out",
-                 tmp_path / out)
-
-    main("some/gpt", "--prompt", "reflexion", "--limit", 2, "--horizon", 3, out="e.json")
-    report, said = json.loads((tmp_path / "e.json").read_text()), capsys.readouterr().out
-    assert report["n"] == 2 and report["success"] == 0 and report["prompt"] == "reflexion"
-    assert "gpt, test, reflexion, T = 0.4" in said
-    assert len(requests) == 2 * (3 * 3 + 2)  # three attempts of three turns, two reflections
-    attempts = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
-    assert [r["trials"] for r in attempts] == [1, 2, 3, 1, 2, 3]  # by game
-    assert [len(r["lessons"]) for r in attempts] == [0, 1, 2, 0, 1, 2]
-    says[:] = [(401, {}, "")]
-    with pytest.raises(SystemExit, match="OPENAI_API_KEY is missing or refused"):
-        main("gpt", "--limit", 1, out="f.json")
-    before = [(tmp_path / name).read_text() for name in ("e.json", "e.jsonl")]
-    says[:] = [chat_answer("")] * 3 + [(404, {}, "")]  # it fails in the second repeat
-    with pytest.raises(SystemExit, match="404.*; 1 episodes .* in .*e.jsonl.new$"):
-        main("gpt", "--limit", 1, "--horizon", 2, "--repeats", 2, out="e.json")
-    kept = read_lines(tmp_path / "e.jsonl.new")
-    assert [(r["repeat"], r["turns"]) for r in kept] == [(0, 2)]  # what had ended is written down
-    assert before == [(tmp_path / name).read_text() for name in ("e.json", "e.jsonl")]
-    says[:] = [chat_answer("")]
-    main("gpt", "--limit", 1, "--horizon", 2, "--repeats", 2, out="e.json")
-    assert [r["repeat"] for r in read_lines(tmp_path / "e.jsonl")] == [0, 1]
-    assert not (tmp_path / "e.jsonl.new").exists()
-
-
-def test_ctrl_c_does_not_wait_for_an_endpoint_that_hangs(tmp_path):
-    pytest.importorskip("openai")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # it takes a request and says nothing
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
-        words = f"eval.py --endpoint {url} --model gpt --limit 1 --out {tmp_path}".split()
-        env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-        process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True,
-                                   cwd=HERE, env=env)
-        try:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1)
-                process.send_signal(signal.SIGINT)
-                _, said = process.communicate(timeout=120)  # the client would wait for 300 s
-        finally:
-            process.kill()
-    assert process.returncode == 1 and "Traceback" not in said
-    assert "0 episodes that had ended are in" in said
-
-
-@pytest.mark.parametrize("style, attempts", [("react", 1), ("reflexion", 3)])
-def test_a_prompted_local_model_repeats_itself(tmp_path, monkeypatch, style, attempts):
-    """Whatever is played beside a game, and in every attempt anew."""
-    for rows in (2, 3):
-        run_main(evaluation, monkeypatch, "--model", "tiny", "--prompt", style, "--limit", 3,
-                 "--horizon", 3, "--max_new", 6, "--rows", rows, "--temperature", 1, "--out",
-                 tmp_path / f"{rows}.json")
-    two, three = (read_lines(tmp_path / f"{rows}.jsonl") for rows in (2, 3))
-    assert two == three and len({str(r["responses"]) for r in two}) == 3 * attempts == len(two)
-    lessons = {lesson for r in two for lesson in r["lessons"]}
-    assert len(lessons) == 3 * (attempts - 1)
-
-
 def test_a_runs_final_model_and_settings_are_evaluated(tmp_path, monkeypatch, capsys):
-    load("tiny", words=envs.words()).save(tmp_path / "checkpoint-3")
+    random_tiny().save(tmp_path / "checkpoint-3")
     config = {"env": "house", "horizon": 2, "max_new": 4, "history": 1, "out": "elsewhere"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     run_main(evaluation, monkeypatch, "--model", tmp_path, "--limit", 2)  # the newest checkpoint

@@ -588,6 +588,8 @@ def run(config):
     began, out = time.time(), config.out
     with contextlib.ExitStack() as until_the_end:
         runs.on_first_rank(lambda: until_the_end.enter_context(runs.held(out, config.resume)))
+        if not all(from_ranks([os.path.exists(f"{out}/.lock")])):
+            raise ValueError(f"all machines must see the same folder {out}, and these do not")
         checkpoint = runs.newest_checkpoint(out) if config.resume else None
         pool = until_the_end.enter_context(contextlib.closing(envs.Pool(
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))

@@ -1,11 +1,16 @@
 """Tests of tools/compare.py."""
 import json
 import math
+import types
 
 import pytest
 
+from eval import COLORS, Mean, draw, group_runs
 from tools import compare
-from worlds import curves
+
+
+def run_of(success, episodes=160, values=0.0):
+    return types.SimpleNamespace(lines=lines_of(success, episodes, values))
 
 
 def lines_of(success, episodes=160, values=0.0):
@@ -34,28 +39,24 @@ def folders(tmp_path):
 
 def test_success_is_averaged_over_the_last_episodes():
     """320 of them, so two iterations of 160 and one of 400."""
-    assert compare.recent(lines_of([0.2, 0.4, 0.8]), "success") == [
+    assert compare.recent(run_of([0.2, 0.4, 0.8]), "success") == [
         (320, pytest.approx(0.3)), (480, pytest.approx(0.6))]
-    assert compare.recent(lines_of([0.2, 0.4], 400), "success") == [
+    assert compare.recent(run_of([0.2, 0.4], 400), "success") == [
         (400, pytest.approx(0.2)), (800, pytest.approx(0.4))]
-    uneven = lines_of([0.0, 0.5], 160) + lines_of([1.0], 240)
-    assert compare.recent(uneven, "success") == [
-        (320, pytest.approx(0.25)), (560, pytest.approx(320 / 400))]  # the 240 need one before them
-    assert compare.recent(lines_of([0.2, 0.4], 10), "success") == [(20, pytest.approx(0.3))]
+    assert compare.recent(run_of([0.2, 0.4], 10), "success") == [(20, pytest.approx(0.3))]
 
 
 def test_the_episodes_until_a_level_is_reached():
-    lines = lines_of([0.2, 0.4, 0.8, 0.8])
-    assert compare.episodes_until(lines, 0.6) == (480, True)
-    assert compare.episodes_until(lines, 0.3) == (320, True)
-    assert compare.episodes_until(lines, 0.9) == (640, False)
+    run = run_of([0.2, 0.4, 0.8, 0.8])
+    assert compare.episodes_until(run, 0.6) == (480, True)
+    assert compare.episodes_until(run, 0.9) == (640, False)
 
 
 def test_standard_errors_are_of_means_and_of_their_differences():
-    a, b = compare.Mean.of([1.0, 3.0]), compare.Mean.of([4.0, 4.0, 7.0])
+    a, b = Mean.of([1.0, 3.0]), Mean.of([4.0, 4.0, 7.0])
     assert a == (2.0, pytest.approx(1.0)) and b == (5.0, pytest.approx(1.0))
     assert b.minus(a) == (3.0, pytest.approx(math.sqrt(2)))
-    assert compare.Mean.of([2.0]).text(1) == "2.0" and a.minus(b).text(2, "+") == "-3.00 ± 1.41"
+    assert Mean.of([2.0]).text(1) == "2.0" and a.minus(b).text(2, "+") == "-3.00 ± 1.41"
 
 
 def test_tables_of_finished_runs(folders, monkeypatch, capsys):
@@ -71,7 +72,7 @@ def test_tables_of_finished_runs(folders, monkeypatch, capsys):
 
 
 def test_a_difference_from_what_never_reaches_the_half_is_a_bound(folders):
-    groups = dict(reversed(compare.group_runs(folders).items()))  # `without` is first
+    groups = dict(reversed(group_runs(folders).items()))  # `without` is first
     for half, rest in ((0.5, "≤ +0"), (0.7, "–"), (0.2, "-160 ± 113")):
         assert compare.tables(groups, half).split(" | ")[-1] == f"{rest} |"
 
@@ -86,7 +87,7 @@ def test_a_picture_of_finished_runs(folders, tmp_path, monkeypatch, capsys):
     assert f"wrote {picture}" in said.out and "left out" in said.err
 
 
-def test_sixteen_rows_look_different_even_in_grey():
-    looks = [curves.style(n, 100) for n in range(16)]
-    assert len({(look["linestyle"], look["marker"]) for look in looks}) == 16
-    assert len({(look["color"], look["linestyle"]) for look in looks}) == 16
+def test_a_picture_has_at_most_a_colour_for_each_row(folders, tmp_path):
+    runs = group_runs(folders)["with"]
+    with pytest.raises(ValueError, match="at most 8"):
+        draw({str(n): runs for n in range(len(COLORS) + 1)}, None, (), tmp_path / "x.png", "", "")

@@ -7,13 +7,12 @@ import torch
 import envs
 import train
 from envs import CATEGORIES, make_env, tasks
-from model import load, make_batch
+from model import is_tiny, load, make_batch
 from tools import imitate
-from tools.imitate import AlfWorldDemonstrator, demonstrate
+from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
 from tools.test_bench import on_the_cpu, run_main, small_model  # the first one acts by itself
-import train
-from worlds.tiny import is_tiny
 from worlds.test_textworld import TRIAL, needs_package, small_game
+
 
 def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
     env, lost = make_env("house"), {c: [] for c in CATEGORIES}
@@ -106,7 +105,7 @@ def house_settings():
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_a_slip_is_shown_with_what_should_have_been_done_or_is_not_imitated(context):
     (config, flags), games = house_settings(), envs.tasks("house", "train")[:4]
-    lm = load("tiny", words=envs.words())
+    lm = random_tiny()
     text = "<think> {} </think> <action> {} </action>".format
     samples, shown, slips = imitate.demonstrations(lm, games, 7, context, config, flags), [], 0
     for task in games:
@@ -119,38 +118,12 @@ def test_a_slip_is_shown_with_what_should_have_been_done_or_is_not_imitated(cont
     assert len(samples) == (len(games) if context == "full" else len(shown))
 
 
-def test_other_processes_demonstrate_the_same():
-    (config, flags), games = house_settings(), envs.tasks("house", "train")[:6]
-    lm = load("tiny", words=envs.words())
-    with imitate.start_players(1) as players:
-        theirs = imitate.demonstrations(lm, games, 7, "full", config, flags, players.map)
-        with pytest.raises(envs.GameError, match="house: game attic failed: ValueError: .*attic"):
-            imitate.demonstrations(lm, ["attic"], 7, "full", config, flags, players.map)
-    assert theirs == imitate.demonstrations(lm, games, 7, "full", config, flags)
-
-
-def test_the_stock_is_filled_up_and_taken_from_its_end():
-    refills, stock = [], []
-
-    def refill(stock):
-        refills.append(len(stock))
-        stock += [([len(refills), i], [(1, 2)] * 2) for i in range(9)]  # 18 turns
-
-    batch = imitate.draw_batch(stock, 5, refill)
-    assert refills == [0, 9] and len(stock) == 15
-    assert [ids for ids, _ in batch] == [[2, 8], [2, 7], [2, 6]]
-    imitate.draw_batch(stock, 5, refill)
-    with pytest.raises(ValueError, match="no way to win"):
-        imitate.draw_batch([], 5, lambda stock: None)
-    assert refills == [0, 9] and len(stock) == 12
-
-
 def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
     start, small = tmp_path / "start", ["--horizon", 6, "--max_new", 8, "--places", 6]
     run_main(imitate, monkeypatch, "--steps", 3, "--out", start, *small)
     said = capsys.readouterr().out
     assert f"python train.py --env house --model {start}" in said and is_tiny(str(start))
-    random, learned = load("tiny", words=envs.words()), load(str(start))
+    random, learned = random_tiny(), load(str(start))
     assert learned.value_ids == random.value_ids
     pairs = zip(random.model.parameters(), learned.model.parameters())
     assert not any(a.equal(b) for a, b in pairs) and not list(tmp_path.glob("*.new"))
@@ -161,7 +134,7 @@ def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
     assert all(a.equal(b) for a, b in zip(learned.model.parameters(), same.model.parameters()))
     run_main(train, monkeypatch, "--model", start, "--tasks", 3, "--iterations", 1, "--eval_games",
              0, "--out", tmp_path / "run", *small)
-    assert "before training" in capsys.readouterr().out and (tmp_path / "run" / "final").is_dir()
+    assert "1 of 1: success" in capsys.readouterr().out and (tmp_path / "run" / "final").is_dir()
 
 
 def test_it_ends_when_nearly_all_actions_are_admissible(monkeypatch):
@@ -172,21 +145,19 @@ def test_it_ends_when_nearly_all_actions_are_admissible(monkeypatch):
         return {199: 0.99, 399: 0.985}[step] - 0.01 * (step == 199 and context == "full")
 
     monkeypatch.setattr(imitate, "admissible_share", share)
-    monkeypatch.setattr(train, "take_step", lambda model, optimizer, *_: optimizer.step())
+    monkeypatch.setattr(imitate, "take_step", lambda model, optimizer, *_: optimizer.step())
     monkeypatch.setattr(imitate, "demonstrations", lambda *_: [([1, 2], [(1, 2)] * 64)] * 32)
     config, flags = imitate.parse(["--steps", "900", "--until", "0.985"])
-    imitate.imitate(load("tiny", words=envs.words()), None, config, flags)
+    imitate.imitate(random_tiny(), None, config, flags)
     assert asked == [(context, step, 64) for step in (199, 399) for context in ("window", "full")]
 
 
 def test_the_share_of_admissible_actions():
-    config, _ = imitate.parse(["--horizon", "3", "--max_new", "4"])
-    lm, pool = load(f"{runs.ROOT}/results/tiny-house"), envs.Pool("house", {"horizon": 3})
+    config, _ = imitate.parse(["--horizon", "3"])
+    lm, pool = load("tiny"), envs.Pool("house", {"horizon": 3})
     games = envs.tasks("house", "train")[:3]
-    shares = [imitate.admissible_share(model, pool, games, "window", 0, config)
-              for model in (lm, load("tiny", words=envs.words()))]
-    assert 0 <= shares[1] < 0.5 and 0 <= shares[0] <= 1
-    config, _ = imitate.parse(["--horizon", "3"])  # responses are long enough here
+    share = imitate.admissible_share(random_tiny(), pool, games, "window", 0, config)
+    assert 0 <= share < 0.5
     assert imitate.admissible_share(lm, pool, games, "full", 0, config) > 0.7
 
 
@@ -194,14 +165,17 @@ def test_settings_of_an_imitation(monkeypatch):
     config, flags = imitate.parse([])
     assert vars(flags) == {"steps": 5000, "lr": 4e-3, "batch": 64, "text_weight": 0.1,
                            "until": 0.98, "forget": 0.8, "noise": 0.2}
-    assert config.out == "runs/start-house-0" and config.max_new == 16
+    assert config.model == "random" and config.out == "runs/start-house-0" and config.max_new == 16
     config, flags = imitate.parse(["--model", "nobody/nothing", "--forget", "0.5", "--seed", "3"])
     assert flags.lr == 1e-5 and flags.text_weight == 0 and flags.forget == 0.5
     assert config.lr == train.Config.lr and config.seed == 3
-    for argv, complaint in (
-            (["--gamma", "0.9"], "--gamma does nothing"), (["--until", "2"], "--until"),
-            (["--steps", "-1"], "--steps"), (["--pace", "3"], "--pace"), (["--lr", "nan"], "--lr"),
-            (["--env", "attic"], "known: house")):
-        with pytest.raises(SystemExit, match=complaint) as stop:
+    for argv, complaint in ((["--gamma", "0.9"], "--gamma does nothing"),
+                            (["--pace", "3"], "--pace"), (["--env", "attic"], "known: house")):
+        with pytest.raises(SystemExit, match=complaint):
             run_main(imitate, monkeypatch, *argv)
-        assert "\n" not in str(stop.value)
+
+
+def test_the_tiny_model_spells_what_it_has_no_word_for():
+    tokenizer = random_tiny().tokenizer
+    for text in ("qwxz", "<action> take zebra 12 from cabinet 37 </action>"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
