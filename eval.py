@@ -59,6 +59,13 @@ def record(env, game, turns, episode):
             "actions": [turn.action for turn in turns], "responses": [turn.text for turn in turns]}
 
 
+def sampler_for(lm, settings, temperature=1.0):
+    """settings: of a run, or flags of an evaluation, which compiles nothing."""
+    compile = temperature == 1 and getattr(settings, "compile", False)
+    return Sampler(lm, settings.engine, settings.context, settings.max_new, temperature, compile,
+                   settings.max_prompt)
+
+
 def spaced(ids, limit):
     """`limit` of the sorted ids (0: all), evenly spaced so that every category keeps its share."""
     return [ids[i * len(ids) // limit] for i in range(limit)] if 0 < limit < len(ids) else ids
@@ -101,10 +108,10 @@ def table(reports, env):
     return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
-def of_run(config, pool, sampler_at, path=None, temperatures=None):
+def of_run(lm, pool, config, path=None, temperatures=None):
     """A run of train.py plays its --eval_games at verl-agent's temperature, in the house at 1 as
     well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
-    them. sampler_at: temperature -> a Sampler."""
+    them."""
     if path and config.resume and from_ranks([os.path.isfile(path)])[0]:  # all do as rank 0
         return {float(t): records for t, records in read_json(path).items()}
     env, options = envs.known(config.env), envs.options_for(vars(config))
@@ -113,8 +120,8 @@ def of_run(config, pool, sampler_at, path=None, temperatures=None):
     mine = {n: games[n] for n in games if n * world() // len(games) == rank()}
     usual, out = (TEMPERATURE, 1.0) if config.env == "house" else (TEMPERATURE,), {}
     for temperature in (temperatures or usual) if ids else ():
-        over = attempt(sampler_at(temperature), mine, pool, seed=config.seed, rows=config.rows,
-                       history=config.history)
+        over = attempt(sampler_for(lm, config, temperature), mine, pool, seed=config.seed,
+                       rows=config.rows, history=config.history)
         out[temperature] = from_ranks([record for _, record in sorted(over)])
         gc.collect()  # a sampler refers to itself, and would keep its memory while training goes on
     if path and rank() == 0:
@@ -263,7 +270,7 @@ def draw(groups, curve_of, panels, path, title, xlabel, level=None):
                         markevery=(n * place // 40, max(1, n // 5)))
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
             if key == "success" and xlabel == "iteration" and (points := held_out(runs)):
-                dots = ax.scatter(*zip(*points), color=color, edgecolor="black", marker="D", zorder=3)
+                dots = ax.scatter(*zip(*points), color=color, edgecolor="black", marker="D")
                 dots.set_label("held-out games, T = 0.4" if color == COLORS[0] else None)
         ax.yaxis.set_major_formatter(PercentFormatter(1))
     axes[0].set(ylim=(0, None), title="success: lines, of rollouts at T = 1")
@@ -369,7 +376,7 @@ def complete(args):
 
 
 def play_all(args, attempt, sampler, games, pool, path):
-    """Plays the games, split over the ranks -> a record of each, of several attempts the last one's.
+    """Plays the games, split over the ranks -> a record of each, of several attempts the last.
     Each is written to PATH.new as soon as it is known, so that a failure loses no answer."""
     records, new = [], Path(f"{path}.new-{rank()}" if world() > 1 else f"{path}.new")
     mine = {n: games[n] for n in range(rank(), len(games), world())}
@@ -391,8 +398,8 @@ def play_all(args, attempt, sampler, games, pool, path):
 
 
 def evaluate(args, sampler_of, attempt=attempt, kind=""):
-    """Plays the split with --model, writes the report and prints its table. sampler_of(weights) ->
-    what answers; kind: a word for the files' name."""
+    """Plays the split with --model, writes the report and prints its table. sampler_of(args): what
+    answers; kind: a word for the files' name."""
     weights = complete(args)
     args.weights = str(weights or args.model)
     options = envs.options_for(vars(args))
@@ -417,10 +424,10 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
     print(f"wrote {out}")
 
 
-def sampler_for(args):
+def local(args):
+    """The model of --model as a Sampler."""
     lm = load(args.weights, dtype=getattr(torch, args.dtype))
-    return Sampler(lm, args.engine, args.context, args.max_new, args.temperature,
-                   max_prompt=args.max_prompt)
+    return sampler_for(lm, args, args.temperature)
 
 
 def main():
@@ -438,7 +445,7 @@ def main():
             plot(args.plot, out)
             print(f"wrote {out}")
         else:
-            evaluate(args, sampler_for)
+            evaluate(args, local)
 
 
 if __name__ == "__main__":

@@ -838,7 +838,7 @@ def test_what_holds_for_all_games_of_an_environment():
                      "webshop": (15, 4096, 20, ("test", 500))}
     for model, mini_batch in (("tiny", 128), ("another", 64)):  # the later preset beats the earlier
         config = train.Config(env="webshop", model=model)
-        assert train.preset_of(config)["mini_batch"] == mini_batch
+        assert train.defaults_for(config)["mini_batch"] == mini_batch
 
 
 def conversation(turns):
@@ -1277,11 +1277,6 @@ def test_shop_prompts(shop_data):
         episode.obs = obs.replace("Acme", "A" * letters)
         text = episode.window_prompt(2)
         assert ("Steps taken" in text) == history and task in text
-
-
-def test_observations_have_keys_of_64_bits():
-    keys = envs.keys_of(["a page", "another", "a page", "\ud800"])
-    assert keys.dtype == "uint64" and keys[0] == keys[2] and len(set(keys.tolist())) == 3
 
 
 # ------------------------------------------------------------------------------ model and rollout
@@ -3306,16 +3301,18 @@ def test_a_temperature_that_is_nearly_zero_is_greedy(tmp_path, monkeypatch):
     assert said[0] == said[1]
 
 
-def test_an_evaluation_leaves_no_sampler_in_memory(tmp_path):
+def test_an_evaluation_leaves_no_sampler_in_memory(tmp_path, monkeypatch):
     config, lm, made = small_config(tmp_path), random_model("qwen2", 1), []
+    sampler_for = evaluation.sampler_for
 
-    def sampler_at(temperature):
-        sampler = train.sampler_for(lm, config, temperature)
+    def made_for(*about):
+        sampler = sampler_for(*about)
         made.append(weakref.ref(sampler))
         return sampler
 
+    monkeypatch.setattr(evaluation, "sampler_for", made_for)
     with contextlib.closing(Pool("house", {"horizon": 3})) as pool:
-        evaluation.of_run(config, pool, sampler_at)
+        evaluation.of_run(lm, pool, config)
     assert len(made) == 2 and not any(sampler() for sampler in made)
 
 
@@ -3323,15 +3320,16 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
     those after iteration 2. What is trained does not notice. Elsewhere than in a terminal an
     iteration is a line."""
-    success, eval_now, run = [0.25, 0.5, 0.5, 0.25], train.eval_now, tmp_path / "run"
+    success, run = [0.25, 0.5, 0.5, 0.25], tmp_path / "run"
+    looks, keep = iter(success), train.evaluate_and_keep
 
-    def look(lm, pool, config, done):
+    def look(*about):
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "share", lambda records: {"success": success[done - 1]})
-            return eval_now(lm, pool, config, done)
+            patch.setattr(evaluation, "share", lambda records: {"success": next(looks)})
+            return keep(*about)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "eval_now", look)
+        patch.setattr(train, "evaluate_and_keep", look)
         run_main(train, monkeypatch, *SMALL, "--eval_every", 1, "--out", run)
     said = capsys.readouterr().out
     lines = read_lines(run / "metrics.jsonl")
@@ -3347,13 +3345,13 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
     final = load(str(run / "final")).model.state_dict()
     assert not all(x.equal(best[name]) for name, x in final.items())
     for part in ("best", "final", "checkpoint-4"):  # each is evaluated as the run was
-        args = evaluation.make_parser().parse_args(["--model", f"{run}/{part}"])
+        args = evaluation.make_parser("").parse_args(["--model", f"{run}/{part}"])
         assert evaluation.complete(args) == run / part
         assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
     shutil.copytree(run / "final", tmp_path / "other" / "checkpoint-4")  # of another trainer
     shutil.copy(run / "final" / "config.json", tmp_path / "other")
     for name in ("none/best", "other/checkpoint-4", "other"):
-        stray = evaluation.make_parser().parse_args(["--model", str(tmp_path / name)])
+        stray = evaluation.make_parser("").parse_args(["--model", str(tmp_path / name)])
         assert evaluation.complete(stray) is None and stray.max_new == 512
     run_main(evaluation, monkeypatch, "--model", run / "best", "--limit", 2)
     assert (run / "eval-best-test.json").is_file()

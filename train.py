@@ -41,7 +41,7 @@ from sapo import (actor_loss, discounted_returns, empg_advantages, episode_retur
 
 def train(lm, pool, config, checkpoint=None):
     """Algorithm 1, from `checkpoint` on, if any."""
-    sampler, learner = sampler_for(lm, config), LEARNERS[config.algo](lm, config)
+    sampler, learner = evaluation.sampler_for(lm, config), LEARNERS[config.algo](lm, config)
     run = Run(sampler, learner, pool, config, checkpoint)
     for iteration in run:  # it resumes, saves, and leaves on a signal
         turns = rollout(  # line 2  # SAPO: one trajectory per task
@@ -401,11 +401,6 @@ def write_transcript(turns, path):
         f"{t.prompt}\n>>> {t.text} <<<" for t in turns if t.traj == turns[0].traj))
 
 
-def sampler_for(lm, config, temperature=1.0):
-    return Sampler(lm, config.engine, config.context, config.max_new, temperature,
-                   config.compile and temperature == 1, config.max_prompt)
-
-
 # --------------------------------------------------------------------------------------- settings
 
 
@@ -533,13 +528,9 @@ def check(c):
 # -------------------------------------------------------------------------------------------- run
 
 
-def evaluate(lm, pool, config, **options):
-    return evaluation.of_run(config, pool, lambda t: sampler_for(lm, config, t), **options)
-
-
 def evaluate_and_keep(lm, pool, config):
     """-> success on held-out games. What is better than all before is kept in RUN/best."""
-    played = evaluate(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
+    played = evaluation.of_run(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
     success = evaluation.share(played[evaluation.TEMPERATURE])["success"]
     before = [line.get("held_out", -1) for line in runs.read_log(f"{config.out}/metrics.jsonl")]
     if success > from_ranks([max(before, default=-1)])[0]:
@@ -572,7 +563,9 @@ def fitted(lm, config):
     """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
     pass of training mode alone."""
     if config.checkpointing:
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.17 knows the second name alone, and 6 will know the first
+        enable = getattr(lm.model, "activation_checkpointing_enable", None)
+        (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not config.compile:
         return lm
     say("compiling what scores and samples, which takes minutes; --no-compile goes without")
@@ -596,12 +589,12 @@ def run(config):
         lm = load_start(config, pool)
         runs.on_first_rank(runs.begin_folder, out, dataclasses.asdict(config), checkpoint)
         try:
-            before = evaluate(lm, pool, config, path=f"{out}/before.json")
+            before = evaluation.of_run(lm, pool, config, path=f"{out}/before.json")
             for t, records in before.items():
                 say(f"before training: success {evaluation.share(records)['success']:.1%} on "
                     f"{len(records)} held-out games at T = {t:g}")
             train(lm, pool, config, checkpoint)
-            after = evaluate(lm, pool, config) if config.iterations else before
+            after = evaluation.of_run(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             saved = runs.iterations_in(runs.newest_checkpoint(out))
             say(f"\ninterrupted; {saved} iterations are saved, --resume --out {out} goes on")

@@ -260,7 +260,7 @@ def talker(lm, config, mean):
     ends = tuple(int(i) for i in words[:len(words) // mean])
     if not ends:
         raise ValueError(f"--response {mean} is more than the {len(words)} words of this model")
-    return train.sampler_for(dataclasses.replace(lm, stop_ids=ends), config)
+    return evaluation.sampler_for(dataclasses.replace(lm, stop_ids=ends), config)
 
 
 def invent(sampler, config, args):

@@ -348,7 +348,7 @@ def imitate(lm, pool, config, flags, mapper=map):
 
 def admissible_share(lm, pool, games, context, step, config):
     """The share of admissible actions among those that the model samples in `games`."""
-    sampler = train.sampler_for(lm, dataclasses.replace(config, context=context))
+    sampler = evaluation.sampler_for(lm, dataclasses.replace(config, context=context))
     turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE), rows=config.rows,
                     history=config.history)
     del sampler

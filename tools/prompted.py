@@ -17,7 +17,7 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import envs
-from eval import EVALUATION, SIDE_BY_SIDE, evaluate, make_parser, record, sampler_for
+from eval import EVALUATION, SIDE_BY_SIDE, evaluate, local, make_parser, record
 from machine.cli import one_line_errors
 from machine.ranks import join_ranks
 from rollout import next_prompts, trajectories, uniforms
@@ -154,7 +154,7 @@ def main():
         args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
 
         def sampler_of(args):
-            return sampler_for(args) if not args.endpoint else Endpoint(
+            return local(args) if not args.endpoint else Endpoint(
                 args.endpoint, args.model, args.temperature, args.max_new, args.max_prompt)
 
         def attempt(*about, **options):

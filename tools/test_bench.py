@@ -145,7 +145,7 @@ def test_an_environment_is_measured(monkeypatch, capsys):
 
 @pytest.mark.parametrize("argv, complaint", [
     (["races"], "known: sampler, iteration"), (["envs", "--env", "attic"], "known: house"),
-    (["sampler", "--model", "nothing"], "cannot load"), (["sampler", "--colour", "red"], "--colour"),
+    (["sampler", "--model", "nothing"], "cannot load"), (["sampler", "--hue", "red"], "--hue"),
     (["update", "--response", 10 ** 6], "words of this model"),
     (["iteration", "--prompt", 9000], "raise --max_prompt")])
 def test_impossible_measurements_get_one_line(monkeypatch, argv, complaint):
