@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import glob
+import inspect
 import json
 import math
 import multiprocessing
@@ -29,6 +30,7 @@ import types
 import weakref
 from collections import Counter
 from typing import NamedTuple
+from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 os.environ["OMP_NUM_THREADS"] = "1"  # tensors are small, and other tests run beside
@@ -2036,29 +2038,16 @@ def test_a_head_that_changes_its_logits_is_refused_and_each_model_attends_by_its
 
 def small_config(tmp_path, *flags):
     return train.parse_config([
-        "--tasks", "5", "--iterations", "2", "--horizon", "6", "--eval_games", "4", "--mini_batch",
-        "12", "--save_every", "1", "--out", str(tmp_path), *flags])
+        "--tasks", "6", "--iterations", "2", "--horizon", "6", "--eval_games", "4", "--mini_batch",
+        "12", "--save_every", "1", "--out", str(tmp_path), *map(str, flags)])
 
 
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-class NoStep:
-    """An optimizer that leaves the model as it is, and counts the steps it was asked for."""
-
-    def __init__(self, model):
-        self.model, self.steps, self.param_groups = model, 0, [{}]
-
-    def zero_grad(self, set_to_none):
-        self.model.zero_grad()
-
-    def step(self):
-        self.steps += 1
-
-
 class Case(NamedTuple):
-    """An iteration that waits for its update."""
+    """An iteration that waits for its update. Turns are numbered as in `played`."""
 
     learner: train.Learner
     played: train.Played
@@ -2070,16 +2059,28 @@ class Case(NamedTuple):
     def step(self, n=0):
         return self.learner.step(self.batches[n], self.old, self.ref, self.targets, 0)
 
-    def micros(self):
-        return [micro for mini in self.batches for micro in mini]
+    def columns(self, *names):
+        """Fields of the turns, each (N,) in float64."""
+        return [tensor([float(getattr(t, name)) for t in self.played.turns]) for name in names]
+
+    def of_turn(self, n, flat):
+        """(M,) -> the part of the n-th turn."""
+        return flat[self.played.turn_of == n]
+
+    def logits(self):
+        """The first mini-batch's turns -> (n, the logits before its tokens, and after them, from a
+        pass of its own)."""
+        for m in self.batches[0]:
+            spans = zip(m.batch.seq.tolist(), m.batch.start.tolist(), m.batch.end.tolist())
+            for n, (row, start, end) in enumerate(spans, m.turns.start):
+                yield n, self.learner.lm.model(m.batch.ids[row:row + 1, :end]).logits[0, start - 1:]
 
 
 def case_of(lm, turns, config):
-    """Lines 3 to 5 of Algorithm 1 on some turns. The learner's optimizer takes no step."""
+    """Lines 3 to 5 of Algorithm 1 on some turns. The policy's optimizer takes no step."""
     learner = train.LEARNERS[config.algo](lm, config)
-    learner.optimizers[""] = NoStep(lm.model)
-    learner.clock.start()
-    if hasattr(learner, "critic"):  # or all of its values would be 0
+    learner.optimizers[""].step = mock.Mock()
+    if learner.critic:  # or all of its values would be 0
         torch.nn.init.normal_(learner.critic.head.weight, std=0.1)
     played, batches = train.pack(turns, config, 0, lm.device)
     old, _ = train.score_old(lm, played, batches, config)
@@ -2088,537 +2089,340 @@ def case_of(lm, turns, config):
 
 
 def prepared(tmp_path, *flags, lm=None):
-    """A case of a model whose readouts are not all 0."""
-    config, lm = small_config(tmp_path, *flags), lm or random_model("qwen2", 1)
+    """A case of a model whose readouts are not all 0, and of turns of random returns, of which some
+    are invalid, and some answer the same observation."""
+    config, rng = small_config(tmp_path, *flags), random.Random(0)
+    lm = dataclasses.replace(lm or random_model("qwen2", 1), r_max=config.r_max)
     turns = play(lm, "kv", config.context, 1.0)[0]
-    for i, t in enumerate(turns):
-        t.reward, t.invalid = 10.0 * (t.done and i % 2), i % 3 == 0
+    for t in turns:
+        t.reward = rng.choice([0, 0, 10.0]) * t.done
+        t.invalid = rng.random() < 0.2
+        t.seen = rng.choice("ab")
     return case_of(lm, turns, config)
 
 
-def by_turn(micro, flat):
-    """(M,) of a whole iteration -> the part of each turn of a micro-batch."""
-    return flat[micro.tokens].split((micro.batch.end - micro.batch.start).tolist())
-
-
-def turns_of(case, micro):
-    """[(turn, its row in the batch, start, end)] of a micro-batch."""
-    batch = micro.batch
-    spans = zip(batch.seq.tolist(), batch.start.tolist(), batch.end.tolist())
-    return [(t, *span) for t, span in zip(case.played.turns[micro.turns], spans)]
+def off_policy(case):
+    """The case with another policy's log-probs and values, whatever the order of its turns: there
+    is something to clip, and the KL is not 0."""
+    said = torch.tensor([i for t in case.played.turns for i in t.action_ids])
+    traj, turn = case.columns("traj", "turn")
+    wave = torch.sin(7 * traj + turn).float() / 5
+    old = case.old._replace(logp=case.old.logp + 0.3 * torch.sin(said), p_v=case.old.p_v + wave,
+                            p_q=case.old.p_q - wave)
+    return case._replace(old=old, ref=case.ref + 0.3 * torch.sin(said + 1),
+                         targets=case.learner.targets(case.played, case.batches, old))
 
 
 @pytest.fixture
 def unclipped(monkeypatch):
     """Gradients as they are, so that they can be compared with a reference."""
-    monkeypatch.setattr(train, "GRAD_CLIP", 1e9)
+    monkeypatch.setattr(ranks, "GRAD_CLIP", 1e9)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_the_first_step_is_reinforce(tmp_path, context, unclipped):
-    case = prepared(tmp_path, "--context", context, "--c_v", "0", "--c_q", "0", "--beta", "0",
-                    "--c_h", "0")
+CONTEXTS = pytest.mark.parametrize("context", ["window", "full"])
+
+
+def test_the_loop_is_the_one_in_the_readme_and_fits_a_screen():
+    loop = inspect.getsource(train.train).strip()
+    assert len(loop.splitlines()) <= 30
+    shown = re.findall(r"```python\n(.*?)```", pathlib.Path(HERE, "README.md").read_text(), re.S)
+    assert any(loop in block for block in shown)
+
+
+@CONTEXTS
+@pytest.mark.parametrize("flags", ["--c_v 0 --c_q 0", "--algo grpo --group_size 3"])
+def test_the_first_step_is_reinforce_and_leaves_the_value_rows_alone(tmp_path, unclipped, flags,
+                                                                     context):
+    case = prepared(tmp_path, "--context", context, "--c_h", 0, *flags.split())
     info, lm = case.step(), case.learner.lm
-    # Exactly, because the old pass ran on the same padded batches.
-    assert info["ratio_max"] == 1 and info["clip_fraction"] == 0
+    # Exactly, because the old pass and the reference's ran on the same padded batches.
+    assert info["ratio_max"] == 1 and info["clip_fraction"] == info["kl"] == 0
     found = gradient(lm.model)
+    assert not lm.model.lm_head.weight.grad[list(lm.value_ids)].any()
     lm.model.zero_grad()
-    turns = [t for m in case.batches[0] for t in case.played.turns[m.turns]]
-    tokens = sum(len(t.action_ids) for t in turns)
-    for m in case.batches[0]:
-        for (t, row, start, end), adv in zip(turns_of(case, m), by_turn(m, case.targets.adv)):
-            logits = lm.model(m.batch.ids[row:row + 1]).logits[0, start - 1:end - 1]
-            logp = restricted_log_softmax(logits, lm.value_ids)
-            logp = logp.gather(1, torch.tensor(t.action_ids)[:, None])
-            (-adv[0] * logp.sum() / tokens).backward()
+    tokens = sum(len(m.batch.turn_of) for m in case.batches[0])
+    for n, z in case.logits():
+        said = torch.tensor(case.played.turns[n].action_ids)[:, None]
+        logp = restricted_log_softmax(z[:-1], lm.value_ids).gather(1, said)
+        (-case.of_turn(n, case.targets.adv)[0] * logp.sum() / tokens).backward()
     torch.testing.assert_close(found, gradient(lm.model), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_micro_batch_size_changes_no_gradient(tmp_path, context, unclipped):
-    found = []
-    for budget in ("1", "300", "100000"):
-        case = prepared(tmp_path, "--context", context, "--tokens_per_micro_batch", budget,
-                        "--mini_batch", "1000")
-        said = torch.tensor([i for t in case.played.turns for i in t.action_ids])
-        case = case._replace(  # off-policy, or clipping and the KL would have nothing to do
-            old=case.old._replace(logp=case.old.logp + 0.3 * torch.sin(said)),
-            ref=case.ref + 0.3 * torch.sin(said + 1))
+    found, parts = [], []
+    for budget in (1, 300, 100000):
+        case = off_policy(prepared(tmp_path, "--context", context, "--mini_batch", 1000,
+                                   "--tokens_per_micro_batch", budget))
         case.step()
-        found.append((len(case.batches[0]), gradient(case.learner.lm.model)))
-    assert found[0][0] > found[2][0]
-    for _, other in found[1:]:
-        torch.testing.assert_close(other, found[0][1], atol=1e-5, rtol=1e-4)
+        found.append(gradient(case.learner.lm.model))
+        parts.append(len(case.batches[0]))
+    assert parts[0] > parts[1] > parts[2]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-4)
 
 
-NUMBERS = {"clip": 0.15, "clip_v": 0.04, "clip_q": 0.08, "c_v": 0.7, "c_q": 0.3, "beta": 0.05,
-           "c_h": 0.02, "gamma": 0.9, "lam": 0.8, "c_inv": 0.6}
-
-
-def targets_by_loop(case):
-    """-> {(traj, turn): (normalised advantage, y_v, y_q)} with the numbers above."""
-    turns, values = case.played.turns, zip(case.old.p_v.tolist(), case.old.p_q.tolist())
-    game = {(t.traj, t.turn): (t.reward, float(t.done), 10 * v, 10 * q)
-            for t, (v, q) in zip(turns, values)}
-    wanted = {key: targets_by_recursion(game, key, 0.9, 0.8) for key in game}
-    adv = advantages_by_loop(
-        tensor([adv for adv, _, _ in wanted.values()]), tensor([t.invalid for t in turns]), 0.6,
-        torch.ones(len(turns), dtype=torch.bool), 1e-8)
-    return {key: (a, y_v, y_q) for (key, (_, y_v, y_q)), a in zip(wanted.items(), adv.tolist())}
-
-
-def regression(p, old, y, clip):
-    return torch.maximum((p - y) ** 2, (old + (p - old).clamp(-clip, clip) - y) ** 2) / 2
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_an_update_is_the_papers_loss_of_the_models_own_logits(tmp_path, context, unclipped):
-    """Eq. 1 to 12 from logits to gradient, off-policy, with another number for every weight and
-    clip."""
-    case = prepared(tmp_path, "--context", context,
-                    *[str(x) for name, value in NUMBERS.items() for x in (f"--{name}", value)])
-    torch.manual_seed(0)  # the old log-probs and values become those of another policy
-    noisy = lambda x, scale: x + scale * torch.randn_like(x)
-    logp, h, p_v, p_q = case.old
-    old = model_module.Scores(noisy(logp, 0.3), h, noisy(p_v, 0.1), noisy(p_q, 0.1))
-    case = case._replace(old=old, ref=noisy(case.ref, 0.3),
-                         targets=case.learner.targets(case.played, case.batches, old))
-    info, lm = case.step(), case.learner.lm
+    """Eq. 1 to 12 from logits to gradient, off-policy, with another number for every setting."""
+    case = off_policy(prepared(
+        tmp_path, "--context", context, *"--clip 0.1 --c_v 0.7 --c_q 0.3 --beta 0.05 --c_h 0.02 "
+        "--gamma 0.9 --lam 0.8 --c_inv 0.6 --r_max 4".split()))
+    info, lm, turns = case.step(), case.learner.lm, case.played.turns
     found = gradient(lm.model)
     lm.model.zero_grad()
-    wanted, total, (plus, minus) = targets_by_loop(case), 0.0, lm.value_ids
+    adv, y_v, y_q = turn_targets(*case.columns("traj", "turn", "reward", "done"), 4 * case.old.p_v,
+                                 4 * case.old.p_q, gamma=0.9, lam=0.8)
+    adv = advantages_by_loop(adv, *case.columns("invalid"), 0.6, torch.ones(len(turns)), 1e-8)
+    tokens = sum(len(m.batch.turn_of) for m in case.batches[0])
+    count = sum(len(m.batch.start) for m in case.batches[0])
     words = [i for i in range(lm.model.config.vocab_size) if i not in lm.value_ids]
-    every = [t for m in case.batches[0] for t in case.played.turns[m.turns]]
-    tokens, turns = sum(len(t.action_ids) for t in every), len(every)
-    for m in case.batches[0]:
-        flat = zip(by_turn(m, old.logp), by_turn(m, case.ref), old.p_v[m.turns], old.p_q[m.turns])
-        for (t, row, start, end), (logp_old, ref, v_old, q_old) in zip(turns_of(case, m), flat):
-            z = lm.model(m.batch.ids[row:row + 1]).logits[0]
-            logp = torch.log_softmax(z[start - 1:end - 1, words], -1)
-            h = -(logp.exp() * logp).sum(-1)
-            said = logp[range(len(t.action_ids)), [words.index(i) for i in t.action_ids]]
-            a, y_v, y_q = wanted[t.traj, t.turn]
-            rho, r = (said - logp_old).exp(), ref - said
-            p_v, p_q = (((z[at, plus] - z[at, minus]) / lm.tau_v).clamp(-1, 1)
-                        for at in (start - 1, end - 1))
-            surrogate = torch.minimum(rho * a, rho.clamp(0.85, 1.15) * a)
-            loss = (0.05 * (r.exp() - 1 - r) - surrogate - 0.02 * h).sum() / tokens
-            loss = loss + (0.7 * regression(p_v, v_old, y_v / 10, 0.04)
-                           + 0.3 * regression(p_q, q_old, y_q / 10, 0.08)) / turns
-            loss.backward()
-            total += loss.item()
+    plus, minus = lm.value_ids
+    total = 0.0
+
+    def regression(z, old, y):
+        p = ((z[plus] - z[minus]) / lm.tau_v).clamp(-1, 1)
+        return torch.maximum((p - y) ** 2, (old + (p - old).clamp(-0.1, 0.1) - y) ** 2) / 2
+
+    for n, z in case.logits():
+        logp = torch.log_softmax(z[:-1, words], -1)
+        h = -(logp.exp() * logp).sum(-1)
+        said = torch.stack([x[words.index(i)] for x, i in zip(logp, turns[n].action_ids)])
+        rho = (said - case.of_turn(n, case.old.logp)).exp()
+        r = case.of_turn(n, case.ref) - said
+        surrogate = torch.minimum(rho * adv[n], rho.clamp(0.9, 1.1) * adv[n])
+        loss = (0.05 * (r.exp() - 1 - r) - surrogate - 0.02 * h).sum() / tokens
+        loss = loss + 0.7 * regression(z[0], case.old.p_v[n], y_v[n] / 4) / count
+        loss = loss + 0.3 * regression(z[-1], case.old.p_q[n], y_q[n] / 4) / count
+        loss.backward()
+        total += loss.item()
     assert info["loss"] == pytest.approx(total, abs=1e-5)
     assert all(0 < info[k] < 1 for k in ("clip_fraction", "v_clip_fraction", "q_clip_fraction"))
     torch.testing.assert_close(found, gradient(lm.model), atol=1e-5, rtol=1e-3)
 
 
-def test_the_reference_stays_where_the_policy_began(tmp_path):
-    case = prepared(tmp_path, "--lr", "1e-2")
-    model, learner = case.learner.lm.model, case.learner
-    learner.optimizers[""] = ranks.AdamW(model.parameters(), learner.config.lr)
-    began = [p.clone() for p in model.parameters()]
-    case.step()
-    assert all(a.equal(b) for a, b in zip(began, learner.reference.model.parameters()))
-    assert not any(a.equal(b) for a, b in zip(began, model.parameters()))
+@CONTEXTS
+@pytest.mark.parametrize("size", [1, 12])
+def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, context, size):
+    case = prepared(tmp_path, "--context", context, "--mini_batch", size,
+                    "--tokens_per_micro_batch", 500)
+    played, turns, config = case.played, case.played.turns, case.learner.config
+    seen = [(t.traj, t.turn) for t in turns]
+    length = Counter(t.traj for t in turns)
+    assert sorted(seen) == [(traj, n) for traj in range(7) for n in range(length[traj])]
+    sizes = [sum(len(m.batch.start) for m in mini) for mini in case.batches]
+    assert all(sizes)  # however long a trajectory is
+    if context == "window":  # a trajectory of `full` is not divided
+        assert len(sizes) == math.ceil(len(turns) / size) and max(sizes) - min(sizes) <= 1
+    tokens = n = 0
+    for m in (m for mini in case.batches for m in mini):
+        mine = turns[n:n + len(m.batch.start)]
+        said = [i for t in mine for i in t.action_ids]
+        assert m.batch.ids[m.batch.row, m.batch.col].tolist() == said
+        assert m.batch.ids.numel() <= max(500, m.batch.ids.shape[1])
+        assert m.tokens == slice(tokens, tokens + len(said))
+        assert m.turns == slice(n, n + len(mine))
+        assert (m.batch.turn_of + n).equal(played.turn_of[m.tokens])
+        tokens, n = m.tokens.stop, m.turns.stop
+    assert n == len(turns) and tokens == len(played.turn_of) == len(played.logp)
+    assert played.turn_of.tolist() == [n for n, t in enumerate(turns) for _ in t.action_ids]
+    orders = {tuple((t.traj, t.turn) for t in train.pack(
+        turns, dataclasses.replace(config, seed=seed), iteration, "cpu")[0].turns)
+        for seed, iteration in ((0, 0), (0, 1), (1, 0))}
+    assert len(orders) == 3 and tuple(seen) in orders
+
+
+def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
+    case = prepared(tmp_path, "--c_v", 1000)
+    assert case.step()["grad_norm"] > 1
+    assert gradient(case.learner.lm.model).norm().item() == pytest.approx(1, rel=1e-4)
+    adv = case.targets.adv.clone()
+    adv[case.batches[0][0].tokens.start] = NAN
+    bad = case._replace(targets=case.targets._replace(adv=adv))
+    skipped = [its.step(n)["skipped"] for its, n in [(bad, 0)] * 4 + [(case, 1)] + [(bad, 0)] * 4]
+    assert skipped == [1] * 4 + [0] + [1] * 4
+    with pytest.raises(ValueError, match="5 steps in a row were not finite; lower --lr"):
+        bad.step()
+    assert case.learner.optimizers[""].step.call_count == 2
 
 
 def test_the_metrics_of_an_iteration():
-    turns, sampler = play(load(TINY_HOUSE), "kv", "window", 1.0, max_new=16, horizon=20,
-                          games=envs.tasks("house", "train")[:24])
-    torch.manual_seed(0)
-    v, q, returns = torch.randn(3, len(turns))
-    steps = [{"loss": 1.0, "ratio_max": 2.0, "skipped": 0},
-             {"loss": 4.0, "ratio_max": 1.5, "skipped": 1}]
-    used = train.usage(types.SimpleNamespace(seconds=1.5), sampler)
-    line = train.summary(turns, train.Targets(None, v, q, returns), steps, used, envs.CATEGORIES)
-    share = lambda some, of: sum(some) / len(of)
-    ends = [t for t in turns if t.done]
-    assert (line["episodes"], line["turns"]) == (24, len(turns))
-    assert line["tokens_sampled"] == sum(len(t.action_ids) for t in turns) > 0
-    assert line["tokens_encoded"] == sampler.tokens_encoded and line["time_env"] == 1.5
-    assert line["success"] == share([t.won for t in ends], ends) == line["score"]
-    assert 0 < line["success"] < 1
-    for name, some, of in (("valid_actions", [not t.invalid for t in turns], turns),
-                           ("admissible_actions", [t.admissible for t in turns], turns),
-                           ("truncated", [t.truncated for t in ends], ends),
-                           ("outgrown", [t.outgrown for t in ends], ends)):
-        assert line[name] == pytest.approx(share(some, of)), name
-    for kind_of_task, column in envs.CATEGORIES.items():
-        mine = [t.won for t in ends if t.category == kind_of_task]
-        assert line["success_by_category"][column] == (share(mine, mine) if mine else None)
-    assert (line["loss"], line["ratio_max"], line["skipped"]) == (2.5, 2.0, 1)
-    assert line["return_mean"] == pytest.approx(returns.mean().item())
-    for name, guess in (("v", v), ("q", q)):
-        explained = 1 - (returns - guess).var() / returns.var()
-        assert line[f"{name}_mean"] == pytest.approx(guess.mean().item())
-        assert line[f"{name}_explained_variance"] == pytest.approx(explained.item(), abs=1e-5)
+    turns, rng = play(random_model("qwen2"), "kv", "window", 1.0)[0], random.Random(0)
+    for t in turns:
+        for name in ("won", "score", "truncated", "outgrown", "invalid", "admissible"):
+            setattr(t, name, rng.randrange(2))
+    line, ends = train.episode_numbers(turns, envs.CATEGORIES), [t for t in turns if t.done]
+    share = lambda of, name: pytest.approx(sum(getattr(t, name) for t in of) / len(of))
+    assert (line["episodes"], line["turns"], line["success"]) == (7, len(turns), share(ends, "won"))
+    assert all(line[name] == share(ends, name) for name in ("score", "truncated", "outgrown"))
+    assert 1 - line["valid_actions"] == share(turns, "invalid")
+    assert line["admissible_actions"] == share(turns, "admissible")
+    for category, column in envs.CATEGORIES.items():
+        mine = [t for t in ends if t.category == category]
+        assert line["success_by_category"][column] == (share(mine, "won") if mine else None)
+    targets = train.Targets(None, tensor([1, 2, 3]), tensor([3, 3, 3]), tensor([1, 2, 9]))
+    steps = [{"loss": 1.0, "ratio_max": 2, "skipped": 0}, {"loss": 4, "ratio_max": 1, "skipped": 1}]
+    assert train.numbers_of(targets, steps) == pytest.approx({
+        "loss": 2.5, "ratio_max": 2, "skipped": 1, "return_mean": 4, "v_mean": 2, "q_mean": 3,
+        "v_explained_variance": 1 - 12 / 19, "q_explained_variance": 0})
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_every_turn_is_trained_once_in_mini_batches_of_the_asked_size(tmp_path, context):
-    case = prepared(tmp_path, "--context", context)
-    played, config = case.played, case.learner.config
-    seen = [(t.traj, t.turn) for t in played.turns]
-    assert len(set(seen)) == len(seen)
-    last = {traj: max(n for other, n in seen if other == traj) for traj, _ in seen}
-    assert sorted(seen) == [(traj, n) for traj in range(7) for n in range(last[traj] + 1)]
-    sizes = [sum(m.turns.stop - m.turns.start for m in mini) for mini in case.batches]
-    assert sum(sizes) == len(seen)
-    if context == "window":  # a trajectory of `full` is not divided
-        assert len(sizes) == math.ceil(len(seen) / 12) and max(sizes) - min(sizes) <= 1
-    for m in case.micros():
-        assert m.batch.ids.numel() <= max(config.tokens_per_micro_batch, m.batch.ids.shape[1])
+def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_made(tmp_path,
+                                                                                  monkeypatch):
+    """The policy that played is the same for all steps of an iteration, the reference for all;
+    tau_v and r_max are the flags' and not the model's."""
+    def watched(sampler, *args, **options):
+        turns = rollout(sampler, *args, **options)
+        kept.append(copy.deepcopy(turns))
+        assert (sampler.temperature, options["history"]) == (1.0, 1)
+        assert options["seed"] == (0, len(kept) - 1, train.ROLLOUT)
+        return turns
 
-    def shuffled(seed, iteration):
-        packed = train.pack(played.turns, dataclasses.replace(config, seed=seed), iteration, "cpu")
-        return [{(t.traj, t.turn) for m in mini for t in packed[0].turns[m.turns]}
-                for mini in packed[1]]
+    def step(mini, old, *args):
+        info = train.Learner.step(learner, mini, old, *args)
+        steps.append((old, info, learner.optimizers[""].param_groups[0]["lr"]))
+        return info
 
-    assert shuffled(0, 0) == shuffled(0, 0)
-    assert shuffled(0, 1) != shuffled(0, 0) != shuffled(1, 0)
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_micro_batches_are_slices_that_cover_both_axes(tmp_path, context):
-    case = prepared(tmp_path, "--context", context, "--tokens_per_micro_batch", "500")
-    played, micros = case.played, case.micros()
-    for axis, size in (("tokens", len(played.turn_of)), ("turns", len(played.turns))):
-        parts = [getattr(m, axis) for m in micros]
-        assert [part.start for part in parts] == [0] + [part.stop for part in parts[:-1]]
-        assert parts[-1].stop == size
-    flat = {name: getattr(played, name).tolist()
-            for name in ("traj", "turn", "reward", "done", "invalid", "v", "q")}
-    for n, t in enumerate(played.turns):
-        for name, column in flat.items():
-            assert column[n] == pytest.approx(float(getattr(t, name))), name
-    assert played.turn_of.tolist() == [n for n, t in enumerate(played.turns) for _ in t.action_ids]
-    assert played.logp.tolist() == pytest.approx([x for t in played.turns for x in t.logp])
-    for m in micros:
-        said = m.batch.ids[m.batch.row, m.batch.col].tolist()
-        mine = played.turns[m.turns]
-        assert said == [i for t in mine for i in t.action_ids]
-        assert (m.batch.turn_of + m.turns.start).equal(played.turn_of[m.tokens])
-    assert [len(x) for x in case.old] == [len(played.turn_of)] * 2 + [len(played.turns)] * 2
+    kept, model = [], shutil.copytree(TINY_HOUSE, tmp_path / "start")
+    (model / "sapo.json").write_text('{"value_ids": [599, 600], "tau_v": 0.25, "r_max": 5.0}')
+    config = small_config(tmp_path / "run", "--iterations", 3, "--mini_batch", 6, "--lr", 1e-2,
+                          "--lr_warmup", 4, "--lr_end", 0.5, "--history", 1, "--model", model)
+    monkeypatch.setattr(train, "rollout", watched)
+    train.run(config)
+    learner = train.Learner(load(TINY_HOUSE, tau_v=1.0, r_max=10.0), config)
+    learner.step = step
+    for n, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")):
+        first, steps = learner.steps, []
+        metrics = learner.learn(kept[n], n)
+        assert metrics == {key: line[key] for key in metrics}
+        old, info, lr = zip(*steps)
+        assert len(steps) > 2 and all(its is old[0] for its in old)
+        assert info[0]["ratio_max"] == 1 < max(its["ratio_max"] for its in info)
+        assert (info[0]["kl"] > 1e-4) == (n > 0)
+        assert lr == pytest.approx([1e-2 * min(1, (first + k + 1) / 4) * (1 - n / 6)
+                                    for k in range(len(steps))])
+    final = load(str(tmp_path / "run" / "final")).model.parameters()
+    assert all(x.equal(y) for x, y in zip(learner.lm.model.parameters(), final))
 
 
-def test_no_mini_batch_is_empty_however_long_a_trajectory(tmp_path):
-    for size in ("1", "3", "8"):
-        case = prepared(tmp_path, "--context", "full", "--mini_batch", size)
-        turns = [t for m in case.micros() for t in case.played.turns[m.turns]]
-        assert all(case.batches) and len(turns) == len(case.played.turns)
+def test_every_game_comes_once_before_any_comes_twice_and_group_size_times(tmp_path):
+    config, ids = small_config(tmp_path, "--algo", "rloo", "--group_size", 2), list("abcdefg")
+    drawn = [game for n in range(14) for game in train.pick_tasks(ids, config, n)]
+    once = drawn[::2]
+    assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
+    assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))
 
 
-def test_value_rows_learn_from_values_alone(tmp_path):
-    idle = "--c_v", "0", "--c_q", "0", "--beta", "1", "--c_h", "1"
-    for flags, learns in ((idle, False), (("--c_v", "1"), True)):
-        case = prepared(tmp_path, *flags)
-        lm = case.learner.lm
-        if lm.model.config.tie_word_embeddings:
-            raise AssertionError("this test wants untied embeddings")
-        case.step()
-        assert (lm.model.lm_head.weight.grad[list(lm.value_ids)] != 0).any().item() == learns
-
-
-def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
-    case = prepared(tmp_path)
-    learner, adv = case.learner, case.targets.adv.clone()
-    adv[case.batches[0][0].tokens.start] = NAN
-    case = case._replace(targets=case.targets._replace(adv=adv))
-    for failed in (1, 2):
-        assert case.step()["skipped"] == 1 and learner.optimizers[""].steps == 0
-        assert learner.failed == failed
-    assert case.step(1)["skipped"] == 0 and learner.optimizers[""].steps == 1
-    assert learner.failed == 0 and learner.steps == 3
+def test_settings_follow_from_each_other_or_are_refused(tmp_path):
+    assert len(dataclasses.fields(train.Config)) <= 45
+    tiny, folder = (small_config(tmp_path, "--model", name) for name in ("tiny", TINY_HOUSE))
+    assert dataclasses.replace(folder, model="tiny") == tiny and tiny.lr == 4e-4
+    assert small_config(tmp_path, "--model", TINY_HOUSE, "--lr", 1e-5).lr == 1e-5
+    for flags, says in (
+            ("--algo a2c", "--algo.*a2c.*sapo-separate.*gigpo-nostd"),
+            ("--algo grpo --group_size 4", "--group_size 4 does not fit --tasks 6"),
+            ("--algo empg --group_size 3 --old rollout", "--algo empg.*--old rollout"),
+            ("--algo ppo --gamma 1", "--gamma does nothing with --algo ppo"),
+            ("--context full --history 3", "--history does nothing.*--context full")):
+        with pytest.raises(ValueError, match=says):
+            small_config(tmp_path, *flags.split())
 
 
 # ---- the algorithms SAPO is compared with
 
 
-def with_advantages(tmp_path, *flags):
-    """A case of the flags' algorithm: turns of random returns, of which some are invalid, and some
-    answer the same observation."""
-    config = small_config(tmp_path, "--tasks", "6", "--group", "3", *flags)
-    lm, rng = random_model("qwen2", 1), random.Random(0)
-    turns = play(lm, "kv", config.context, 1.0)[0]
-    for t in turns:
-        t.reward, t.invalid = rng.choice([0, 0, 10.0]) * t.done, rng.random() < 0.2
-        t.seen = rng.choice("ab")
-    return case_of(lm, turns, config)
+def advantages(case):
+    """(N,): a turn's advantage is the same on all of its tokens."""
+    parts = [case.of_turn(n, case.targets.adv) for n in range(len(case.played.turns))]
+    assert all(adv.unique().numel() == 1 for adv in parts)
+    return torch.stack([adv[0] for adv in parts]).double()
 
 
-def each_turns_advantage(case):
-    """[adv] of the turns: one number, the same on all of a turn's tokens."""
-    out = []
-    for m in case.micros():
-        for adv in by_turn(m, case.targets.adv):
-            assert adv.unique().numel() == 1
-            out.append(adv[0].item())
-    return out
+def whitened(x):
+    return advantages_by_loop(x, 0 * x, 0.0, torch.ones(len(x)), 0.0)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+near = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
+
+
+@CONTEXTS
 @pytest.mark.parametrize("algo", ["grpo", "rloo", "gigpo", "gigpo-nostd", "empg"])
 def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
-    case = with_advantages(tmp_path, "--algo", algo, "--context", context)
-    turns, learner = case.played.turns, case.learner
+    case = prepared(tmp_path, "--algo", algo, "--context", context, "--group_size", 3)
+    turns = case.played.turns
     rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.seen), t.reward) for t in turns]
     if algo.startswith("gigpo"):
         expected = gigpo_by_loop(rows, 0.95, 1.0, algo == "gigpo")
     else:
         expected = rloo_by_loop(rows) if algo == "rloo" else grpo_by_loop(rows)
     if algo == "empg":
-        entropy = [h.mean().item() for m in case.micros() for h in by_turn(m, case.old.entropy)]
+        entropy = [case.of_turn(n, case.old.entropy).mean().item() for n in range(len(turns))]
         expected = empg_by_loop(expected, rows, entropy, 1.0, 1.0, 0.1)
-    expected = [e - 0.1 * t.invalid for e, t in zip(expected, turns)]
-    assert each_turns_advantage(case) == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    assert case.targets.y_v is None and case.targets.y_q is None
-    assert not hasattr(learner, "critic")
-    info = case.step()
-    assert not {"loss_v", "loss_q", "loss_critic"} & set(info) and {"kl", "entropy"} <= set(info)
-    head = learner.lm.model.lm_head.weight.grad  # nor do V and Q learn on the way
-    assert head.any() and not head[list(learner.lm.value_ids)].any()
+    near(advantages(case), tensor(expected) - 0.1 * case.columns("invalid")[0])
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_path, context):
-    case = with_advantages(tmp_path, "--algo", "ppo", "--context", context)
-    turns, targets, learner = case.played.turns, case.targets, case.learner
-    total = returns_by_loop([(t.traj, 0, 0, 0, t.reward) for t in turns])
-    assert len(targets.value_old) == len(targets.value_target) == len(case.played.turn_of)
-    assert targets.value_old.abs().max() > 0
-    adv = []
-    for m in case.micros():
-        parts = zip(by_turn(m, targets.value_old), by_turn(m, targets.value_target))
-        for t, (values, target) in zip(case.played.turns[m.turns], parts):
-            score = (total[t.traj] - 0.1 * t.invalid) / 10  # with gamma = lambda = 1
-            torch.testing.assert_close(target, torch.full_like(target, score), atol=1e-5, rtol=1e-5)
-            adv += (score - values).tolist()
-        assert targets.value_old[m.tokens].equal(learner.critic(m.batch).detach())
-    mean = sum(adv) / len(adv)
-    std = math.sqrt(sum((a - mean) ** 2 for a in adv) / len(adv))
-    torch.testing.assert_close(targets.adv, torch.tensor([(a - mean) / std for a in adv]),
-                               atol=1e-4, rtol=1e-4)
-    assert len(targets.v) == len(targets.q) == len(turns) and not targets.q.any()
-    assert targets.returns.tolist() == [total[t.traj] for t in turns]
-    before = [p.clone() for p in learner.lm.model.parameters()]
-    learner.steps = 100  # the learning rate's warm-up is over
-    infos = [case.step() for _ in range(30)]
-    assert infos[-1]["loss_critic"] < 0.8 * infos[0]["loss_critic"]
-    assert all(a.equal(b) for a, b in zip(before, learner.lm.model.parameters()))
-    assert {"loss_critic", "grad_norm_critic", "skipped_critic"} <= set(infos[0])
-    assert learner.optimizers[""].steps == 30
-    assert not {"loss_v", "loss_q"} & set(infos[0])
-
-
-def test_the_critic_learns_alike_in_16_bits_and_without_kept_activations(tmp_path, unclipped):
-    case = with_advantages(tmp_path, "--algo", "ppo")
-    learner, config = case.learner, case.learner.config
-
-    def gradients(critic, checkpointing=False):
-        learner.config = dataclasses.replace(config, checkpointing=checkpointing)
-        learner.critic, learner.optimizers["_critic"] = critic, NoStep(critic)
-        case.step()
-        return [p.grad.float() for p in critic.parameters()]
-
-    critic, policy = learner.critic, learner.lm
-    usual, calls = gradients(critic), []
-    frugal = Critic(train.fitted(policy, dataclasses.replace(config, checkpointing=True)))
-    frugal.load_state_dict(critic.state_dict())
-    frugal.body.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    for a, b in zip(usual, gradients(frugal, checkpointing=True)):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    # Every layer runs once more in the backward pass.
-    assert len(calls) == 2 * len(case.batches[0])
-    model = copy.deepcopy(policy.model).bfloat16()
-    sixteen = Critic(dataclasses.replace(policy, model=model))
-    sixteen.body.load_state_dict(critic.body.state_dict())
-    sixteen.head.load_state_dict(critic.head.state_dict())
-    near = torch.cat([g.flatten() for g in gradients(sixteen)])
-    assert {p.dtype for p in sixteen.body.parameters()} == {torch.bfloat16}
-    assert sixteen.head.weight.dtype == torch.float32
-    exact = torch.cat([g.flatten() for g in usual])
-    assert torch.cosine_similarity(near, exact, 0) > 0.99
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_sapo_with_a_separate_critic_has_its_targets_from_there(tmp_path, context):
-    case = with_advantages(tmp_path, "--algo", "sapo-separate", "--context", context, "--group",
-                           "1")
-    turns, targets = case.played.turns, case.targets
-    values = torch.cat([torch.stack([v[0] for v in case.learner.critic(m.batch).split(
-        (m.batch.end - m.batch.start).tolist())]) for m in case.micros()]).detach()
-    column = lambda name: torch.tensor([float(getattr(t, name)) for t in turns])
-    adv, y_v, _ = turn_targets(*map(column, ("traj", "turn", "reward", "done")), 10 * values,
-                               torch.zeros_like(values), gamma=0.95, lam=0.95)
-    adv = normalize_advantages(adv, invalid=column("invalid"), c_inv=0.1)
-    # Only V before the response is trained.
-    assert len(targets.value_old) == len(targets.value_target) == len(turns)
-    torch.testing.assert_close(targets.value_old, values)
-    torch.testing.assert_close(targets.v, 10 * values)
-    torch.testing.assert_close(torch.tensor(each_turns_advantage(case)), adv)
-    torch.testing.assert_close(targets.value_target, y_v / 10)
-    assert values.any() and not targets.q.any()
-    case.learner.steps = 100
-    losses = [case.step()["loss_critic"] for _ in range(30)]
+    case = prepared(tmp_path, "--algo", "ppo", "--context", context, "--critic_lr", 1e-3)
+    targets, total = case.targets, returns_by_loop(
+        [(t.traj, 0, 0, 0, t.reward) for t in case.played.turns])
+    values = torch.cat([case.learner.critic(m.batch) for mini in case.batches for m in mini])
+    score = tensor([total[t.traj] - 0.1 * t.invalid for t in case.played.turns]) / 10
+    score = score[case.played.turn_of]  # of each token, with gamma = lambda = 1
+    assert values.any() and targets.value_old.equal(values.detach())
+    near(targets.value_target, score.float())
+    near(targets.adv.double(), whitened(score - values))
+    assert targets.returns.tolist() == [total[t.traj] for t in case.played.turns]
+    case.learner.steps = 100  # the warm-up is over
+    losses = [case.step()["loss_critic"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_without_a_learned_value_the_baseline_is_zero(tmp_path):
-    case = with_advantages(tmp_path, "--c_v", "0", "--c_q", "0", "--group", "1")
-    turns = case.played.turns
-    expected = [sum((0.95 * 0.95) ** (o.turn - t.turn) * o.reward for o in turns
-                    if o.traj == t.traj and o.turn >= t.turn) - 0.1 * t.invalid for t in turns]
-    mean = sum(expected) / len(expected)
-    std = math.sqrt(sum((x - mean) ** 2 for x in expected) / len(expected))
-    expected = [(x - mean) / std for x in expected]
-    assert each_turns_advantage(case) == pytest.approx(expected, abs=1e-4)
-    assert not case.targets.v.any() and case.old.p_v.any()
-
-
-def test_advantages_are_normalised_over_turns_and_not_over_tokens(tmp_path):
-    case = with_advantages(tmp_path, "--group", "1")
-    turns, v = case.played.turns, case.targets.v.double()
-    column = lambda name: tensor([float(getattr(t, name)) for t in turns])
-    adv, _, _ = turn_targets(*map(column, ("traj", "turn", "reward", "done")), v,
-                             torch.zeros_like(v), gamma=0.95, lam=0.95)
-    adv = (adv - 0.1 * column("invalid")).tolist()
-    mean = sum(adv) / len(adv)
-    std = math.sqrt(sum((a - mean) ** 2 for a in adv) / len(adv))
-    expected = [(a - mean) / std for a in adv]
-    assert each_turns_advantage(case) == pytest.approx(expected, abs=1e-4)
-    returns = [sum(0.95 ** (o.turn - t.turn) * o.reward for o in turns
-                   if o.traj == t.traj and o.turn >= t.turn) for t in turns]
-    assert case.targets.returns.tolist() == pytest.approx(returns)
-
-
-@pytest.mark.parametrize("algo", ["grpo", "ppo", "sapo-separate"])
-def test_a_rivals_policy_loss_is_sapos_without_the_values(tmp_path, algo, unclipped):
-    case = with_advantages(tmp_path, "--algo", algo, "--clip", "0.15", "--beta", "0.05", "--c_h",
-                           "0.02")
-    torch.manual_seed(0)
-    old = case.old._replace(logp=case.old.logp + 0.3 * torch.randn_like(case.old.logp))
-    case = case._replace(old=old, ref=case.ref + 0.3 * torch.randn_like(case.ref))
-    info, lm = case.step(), case.learner.lm
-    found = gradient(lm.model)
-    sapo = train.Learner(lm, dataclasses.replace(case.learner.config, algo="sapo", c_v=0.0,
-                                                 c_q=0.0))
-    sapo.optimizers[""], zeros = NoStep(lm.model), torch.zeros_like(old.p_v)
-    sapo.clock.start()
-    wanted = case._replace(learner=sapo, targets=case.targets._replace(y_v=zeros, y_q=zeros)).step()
-    for key in ("loss", "loss_policy", "kl", "entropy", "clip_fraction"):
-        assert info[key] == pytest.approx(wanted[key]) and info[key], key
-    torch.testing.assert_close(found, gradient(lm.model))
+@CONTEXTS
+@pytest.mark.parametrize("flags", ["--algo sapo-separate", "--c_v 0 --c_q 0"])
+def test_v_is_a_separate_critics_or_zero(tmp_path, flags, context):
+    case = prepared(tmp_path, "--context", context, *flags.split())
+    targets, v = case.targets, torch.zeros(len(case.played.turns))
+    if case.learner.critic:  # before the response alone
+        values = torch.cat([case.learner.critic(m.batch) for mini in case.batches for m in mini])
+        v = torch.stack([case.of_turn(n, values)[0] for n in range(len(v))]).detach()
+        near(targets.value_old, v)
+        near(targets.value_target, targets.y_v)
+    adv, y_v, _ = turn_targets(*case.columns("traj", "turn", "reward", "done"), 10 * v, 0 * v,
+                               gamma=0.95, lam=0.95)
+    near(advantages(case), whitened(adv.double() - 0.1 * case.columns("invalid")[0]))
+    near(targets.y_v, y_v.float() / 10)
+    near(targets.v, 10 * v)
+    assert case.old.p_v.any() and v.any() == bool(case.learner.critic)
 
 
 @pytest.mark.parametrize("algo, axis", [("ppo", "tokens"), ("sapo-separate", "turns")])
 def test_a_critics_loss_is_clipped_and_a_mean(tmp_path, algo, axis):
-    case = with_advantages(tmp_path, "--algo", algo, "--clip_v", "0.04", "--lr", "1e-3",
-                           "--critic_lr", "3e-3")
+    case = prepared(tmp_path, "--algo", algo, "--clip", 0.04, "--lr", 1e-3, "--critic_lr", 3e-3)
     learner, targets = case.learner, case.targets
     assert learner.rate("_critic", 0) == pytest.approx(3 * learner.rate("", 0))
-    torch.manual_seed(0)
-    then = targets.value_old + 0.1 * torch.randn_like(targets.value_old)
+    then = targets.value_old + 0.1 * torch.sin(torch.arange(len(targets.value_old)))
     columns = [torch.cat([x[getattr(micro, axis)] for micro in case.batches[0]])
                for x in (targets.value_old, then, targets.value_target)]
     info = case._replace(targets=targets._replace(value_old=then)).step()
     assert info["loss_critic"] == pytest.approx(value_by_loop(*columns, 0.04), rel=1e-4)
 
 
-def test_r_max_and_tau_v_are_the_flags_and_not_the_models(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(f"{HERE}/results/tiny-house", folder)
-    (folder / "checksums.json").unlink(missing_ok=True)
-    (folder / "sapo.json").write_text('{"value_ids": [599, 600], "tau_v": 0.25, "r_max": 5.0}')
-    for flags, wanted in (((), (1.0, 10.0)), (("--tau_v", "0.3", "--r_max", "4"), (0.3, 4.0))):
-        config = small_config(tmp_path / "run", "--model", str(folder), *flags)
-        with contextlib.closing(envs.Pool("house", envs.options_for(vars(config)))) as pool:
-            lm = train.prepare(config, pool)
-        assert (lm.tau_v, lm.r_max) == wanted
-    case = prepared(tmp_path)
-    ten, four = (train.turn_level_targets(case.played, case.targets.v, case.targets.q, c)
-                 for c in (case.learner.config, config))
-    torch.testing.assert_close(10 * ten.y_v, 4 * four.y_v)
-    torch.testing.assert_close(10 * ten.y_q, 4 * four.y_q)
+def test_recomputed_activations_change_no_gradient_of_policy_or_critic(tmp_path, unclipped):
+    found, calls = [], []
+    for flags in ((), ("--checkpointing",)):
+        lm = train.fitted(random_model("qwen2", 1), small_config(tmp_path, *flags))
+        case = prepared(tmp_path, "--algo", "ppo", *flags, lm=lm)
+        for body in (lm.model.base_model, case.learner.critic.body):
+            body.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        case.step()
+        found.append(torch.cat([gradient(lm.model), gradient(case.learner.critic)]))
+        assert not lm.model.training
+    assert len(calls) == (2 + 4) * len(case.batches[0])  # once more in a backward pass
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
-def test_the_norm_of_a_gradient_is_at_most_one(tmp_path):
-    case = prepared(tmp_path, "--c_v", "1000")
-    assert case.step()["grad_norm"] > 1
-    assert gradient(case.learner.lm.model).norm().item() == pytest.approx(1, rel=1e-4)
-
-
-def test_the_loop_hands_each_step_what_line_3_made(tmp_path, monkeypatch):
-    """The policy that played is the same for all steps of an iteration, the reference for all."""
-    class Watched(train.Learner):
-        def step(self, mini, old, ref, targets, iteration):
-            info = super().step(mini, old, ref, targets, iteration)
-            steps[iteration].append((old, info, self.optimizers[""].param_groups[0]["lr"]))
-            return info
-
-    def watched(sampler, *args, **options):
-        played.append((sampler.temperature, options["history"], options["seed"]))
-        return rollout(sampler, *args, **options)
-
-    played, steps = [], [[], [], []]
-    monkeypatch.setattr(train, "rollout", watched)
-    monkeypatch.setitem(train.LEARNERS, "sapo", Watched)
-    train.run(small_config(tmp_path / "run", "--iterations", "3", "--mini_batch", "6", "--lr",
-                           "1e-2", "--lr_warmup", "0", "--lr_end", "0.5", "--history", "1",
-                           "--eval_games", "0"))
-    assert played == [(1.0, 1, (0, n, train.ROLLOUT)) for n in range(3)]
-    for n, its in enumerate(steps):
-        assert len(its) > 2 and len({id(old) for old, _, _ in its}) == 1
-        assert its[0][1]["ratio_max"] == 1 < max(info["ratio_max"] for _, info, _ in its)
-        assert [lr for _, _, lr in its] == pytest.approx([1e-2 * (1 - n / 6)] * len(its))
-    kl = [its[0][1]["kl"] for its in steps]
-    assert kl[0] == 0 and min(kl[1:]) > 1e-4
-
-
-def test_every_task_comes_group_times_and_settings_that_do_not_fit_are_refused(tmp_path):
-    config = small_config(tmp_path, "--algo", "gigpo", "--tasks", "16")
-    assert config.group == 8
-    drawn = train.pick_tasks(list("abcd"), config, 0) + train.pick_tasks(list("abcd"), config, 1)
-    assert all(len(set(drawn[i:i + 8])) == 1 for i in range(0, 32, 8))
-    assert sorted(set(drawn)) == list("abcd")
-    assert small_config(tmp_path).group == 1 == small_config(tmp_path, "--algo", "ppo").group
-    grouped = "--tasks", "8", "--algo"
-    for flags, says in (
-            (("--algo", "a2c"), "--algo.*a2c.*sapo-separate.*gigpo-nostd"),
-            (("--algo", "grpo"), "--tasks 5.*multiple of --group"),
-            ((*grouped, "empg", "--old", "rollout"), "--algo empg.*--old rollout"),
-            (("--algo", "grpo", "--group", "1"), "--group 1 is too few"),
-            (("--algo", "ppo", "--lam", "0.9"), "--lam does nothing with --algo ppo"),
-            ((*grouped, "rloo", "--gamma", "1"), "--gamma does nothing with --algo rloo"),
-            ((*grouped, "gigpo", "--lam", "0.9"), "--lam does nothing"),
-            ((*grouped, "gigpo-nostd", "--lam", "0.9"), "--lam does nothing"),
-            ((*grouped, "grpo", "--c_v", "0.3"), "--c_v does nothing"),
-            (("--algo", "sapo-separate", "--c_q", "0.3"), "--c_q does nothing"),
-            (("--critic_lr", "3e-4", "--clip_q", "0.1"), "--critic_lr does nothing"),
-            (("--algo", "sapo-separate", "--clip_q", "0.1"), "--clip_q does nothing"),
-            (("--context", "full", "--history", "3"), "--history does nothing.*--context full"),
-            (("--algo", "ppo", "--c_v", "0"), "--c_v does nothing")):
-        with pytest.raises(ValueError, match=says):
-            small_config(tmp_path, *flags)
-    for flags in (("--lam", "0.9", "--algo", "sapo-separate", "--critic_lr", "1e-3"),
-                  ("--c_v", "0", "--gamma", "1", "--history", "3", "--clip_q", "0.1"),
-                  (*grouped, "gigpo", "--gamma", "1")):
-        small_config(tmp_path, *flags)
-
-
-def test_a_tiny_models_folder_has_the_tiny_models_settings_and_every_field_is_a_flag(tmp_path):
-    tiny, folder = small_config(tmp_path), small_config(tmp_path, "--model", TINY_HOUSE)
-    large = small_config(tmp_path, "--model", "Qwen2.5-1.5B-Instruct")
-    assert dataclasses.replace(folder, model="tiny") == tiny
-    assert (tiny.lr, tiny.max_new, tiny.lr_warmup) == (4e-4, 16, 20)
-    assert (large.lr, large.max_new, large.lr_warmup) == (1e-6, 512, 0)
-    assert small_config(tmp_path, "--lr", "1e-5", "--model", TINY_HOUSE).lr == 1e-5
-    fields = dataclasses.fields(train.Config)
-    assert len(fields) <= 50
-    for f in fields:  # each takes a value and keeps it
-        if f.type is not bool and f.name not in ("env", "algo", "value_tokens"):
-            with pytest.raises(ValueError, match=f"--{f.name}"):
-                small_config(tmp_path, f"--{f.name}")
-
+# ---- whole runs
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
@@ -2629,23 +2433,19 @@ class Alone:
     ranks = 1
 
     def __init__(self, *flags):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        argv = ["train.py", *map(str, flags)]
-        self.processes = [SERVER.Process(target=self.main, args=(argv, rank, self.ranks, port))
+        self.processes = [SERVER.Process(target=self.main, args=(flags, rank, self.ranks, port))
                           for rank in range(self.ranks)]
         for process in self.processes:
             process.start()
 
     @staticmethod
-    def main(argv, rank, ranks, port):
+    def main(flags, rank, ranks, port):
         torch.set_num_threads(1)
-        if ranks > 1:  # what torchrun would set
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks,
-                     "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in names.items()})
-        sys.argv, sys.stdout, sys.stderr = argv, open(os.devnull, "w"), open(os.devnull, "w")
+        names = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()})  # as torchrun does
+        sys.argv, sys.stdout = ["train.py", *map(str, flags)], open(os.devnull, "w")
         train.main()
 
     def running(self):
@@ -2666,58 +2466,27 @@ class TwoRanks(Alone):
     ranks = 2
 
 
-class UnderTorchrun:
-    """Two ranks of train.py, started as a user starts them."""
-
-    def __init__(self, *flags):
-        self.process = subprocess.Popen(
-            [sys.executable, *TWO_RANKS, "train.py", *map(str, flags)], cwd=HERE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def running(self):
-        return self.process.poll() is None
-
-    def kill(self):
-        pid = self.process.pid
-        ranks = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for each in (pid, *map(int, ranks)):  # torchrun gives each rank a process group of its own
-            os.kill(each, signal.SIGKILL)
-        self.process.wait()
-
-    def finish(self):
-        said = self.process.communicate(timeout=300)[0]
-        assert self.process.returncode == 0, said
-
-
-def on_two_machines(folders, *flags):
-    """train.py under two agents of torchrun, each in a folder of its own -> what they said."""
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    agents = [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-         f"--node_rank={n}", "--master_addr=127.0.0.1", f"--master_port={port}",
-         f"{HERE}/train.py", *map(str, flags)], cwd=folder, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        for n, folder in enumerate(folders)]
-    said = [agent.communicate(timeout=300)[0] for agent in agents]
-    return said, [agent.returncode for agent in agents]
-
-
-def test_two_machines_train_and_resume_where_they_see_one_folder(tmp_path):
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    flags = ["--tasks", 4, "--horizon", 3, "--eval_games", 0, "--out", "run", "--iterations"]
-    said, codes = on_two_machines([tmp_path / "a"] * 2, *flags, 1)
-    assert codes == [0, 0], said
-    assert len(read_lines(tmp_path / "a" / "run" / "metrics.jsonl")) == 1
-    said, codes = on_two_machines([tmp_path / "a", tmp_path / "b"], *flags, 2, "--resume")
-    assert all(codes) and "all machines must see the same folder" in "".join(said)
+def run_main(module, monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
+    module.main()
 
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_run(folder, iterations=2):
+    """-> the lines of metrics.jsonl of a run that left everything it promises."""
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(iterations))
+    assert all(math.isfinite(line[key]) for line in lines for key in (
+        "success", "tokens_encoded", "loss_policy", "loss_v", "kl", "v_explained_variance",
+        "grad_norm", "time_env", "time_rollout", "time_old", "time_ref", "time_update"))
+    assert 0 <= json.loads((folder / "eval.json").read_text())["success_before"] <= 1
+    assert ">>>" in (folder / "transcripts" / "0000.txt").read_text()
+    assert (folder / "curves.png").stat().st_size > 5000
+    assert [p.name for p in folder.glob("checkpoint*")] == [f"checkpoint-{iterations}"]
+    return lines
 
 
 @pytest.fixture
@@ -2731,203 +2500,61 @@ def strong(tmp_path):
     return ["--model", tmp_path / "start", "--horizon", 16, "--seed", 7]
 
 
-@pytest.mark.parametrize("flags", [["--algo", "gigpo"], ["--algo", "ppo", "--context", "full"]],
-                         ids=" ".join)
-def test_rivals_on_two_ranks_and_after_a_kill_are_the_run_they_were(tmp_path, flags):
-    """Groups are split over the ranks; a checkpoint holds the critic and its optimizer."""
-    every = ["--tasks", "6", "--group", "3", "--horizon", "12", "--eval_games", "0",
-             "--mini_batch", "12", "--lr_end", "1", "--seed", "7", *flags]
-
-    def run(name, iterations, *more, start=Alone):
-        start(*every, *more, "--iterations", iterations, "--out", tmp_path / name).finish()
-        return read_lines(tmp_path / name / "metrics.jsonl")
-
-    one = run("one", 2)
-    two = run("two", 2, start=TwoRanks)
-    # Otherwise there would be nothing to compare.
-    assert all(0 < line["success"] < 1 and abs(line["loss_policy"]) > 1e-3 for line in one)
-    keys = {"success", "loss_policy", "tokens_sampled", "loss", "kl", "grad_norm", "loss_critic",
-            "grad_norm_critic"}
-    for a, b in zip(one, two):
-        assert ("loss_critic" in a) == ("gigpo" not in flags)
-        for key in keys & set(a):
-            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-5), key
-    run("cut", 1)
-    run("cut", 2, "--resume")
-    for file in ["model.safetensors"] + ["critic.pt"] * ("gigpo" not in flags):
-        whole, cut = (tmp_path / name / "checkpoint-2" / file for name in ("one", "cut"))
-        assert whole.read_bytes() == cut.read_bytes()
-
-
-def test_the_learning_rate_rises_over_steps_and_falls_over_iterations(tmp_path):
-    config = small_config(tmp_path, "--lr", "1", "--lr_warmup", "4", "--lr_end", "0.5",
-                          "--iterations", "10")
-    learner = train.Learner(random_model("qwen2"), config)
-    found = []
-    for iteration, learner.steps in ((0, 0), (0, 3), (0, 99), (5, 99), (9, 99)):
-        found.append(learner.rate("", iteration))
-    assert found == pytest.approx([0.25, 1.0, 1.0, 0.75, 0.55])
-
-
-def test_every_game_comes_once_before_any_comes_twice(tmp_path):
-    config = small_config(tmp_path)
-    ids = list("abcdefghijkl")
-    drawn = [g for i in range(12) for g in train.pick_tasks(ids, config, i)]
-    assert len(drawn) == 60 and drawn[:12] != drawn[12:24]
-    assert all(sorted(drawn[i:i + 12]) == ids for i in range(0, 60, 12))
-
-
-@pytest.mark.parametrize("loss, shapes", [
-    (sapo.policy_loss, [(3,), (4, 3), (4, 3)]), (sapo.policy_loss, [(3, 3), (3, 3), (3,)]),
-    (sapo.policy_loss, [(4,), (4,), (4,), (1,)]), (sapo.value_loss, [(3, 1), (3,), (3,)]),
-    (sapo.value_loss, [(3,), (3,), (1,)]), (sapo.value_loss, [(3,), (3,), (3,), (3, 3)])])
-def test_a_loss_refuses_what_would_be_broadcast(loss, shapes):
-    *tensors, last = map(torch.zeros, shapes)
-    name = "mask" if loss is sapo.policy_loss else "valid"
-    three = [*tensors, last] if len(shapes) == 3 else tensors
-    with pytest.raises(ValueError, match="one shape"):
-        loss(*three, clip=0.2, **{name: last} if len(shapes) == 4 else {})
-    with pytest.raises(ValueError, match="one shape"):
-        sapo.kl_loss(torch.zeros(3), torch.zeros(3, 1))
-    with pytest.raises(ValueError, match="one shape"):  # an entropy of another shape
-        sapo.actor_loss(torch.zeros(3), torch.zeros(1), logp_old=torch.zeros(3), beta=0.0,
-                        logp_ref=None, adv=torch.zeros(3))
-
-
-KEYS = """iteration episodes success success_by_category turns tokens_encoded tokens_sampled
-valid_actions loss loss_policy loss_v loss_q kl entropy clip_fraction ratio_max
-v_explained_variance q_explained_variance v_saturated grad_norm time_rollout time_env time_old
-time_ref time_update time_total""".split()
-
-
-def run_main(module, monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *map(str, argv)])
-    module.main()
-
-
-def check_run(folder, iterations=2):
-    lines = read_lines(folder / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == list(range(iterations))
-    for line in lines:
-        assert set(KEYS) <= set(line)
-        assert all(math.isfinite(x) for x in line.values() if isinstance(x, (int, float)))
-    result = json.loads((folder / "eval.json").read_text())
-    assert 0 <= result["success_before"] <= 1 and 0 <= result["success"] <= 1
-    assert result["success_by_category"]
-    assert ">>>" in next((folder / "transcripts").iterdir()).read_text()
-    assert (folder / "curves.png").stat().st_size > 5000
-    assert [p.name for p in folder.glob("checkpoint*")] == [f"checkpoint-{iterations}"]
-    assert (folder / f"checkpoint-{iterations}").is_dir()
-    assert (folder / "final" / "model.safetensors").is_file()
-    return lines, result
-
-
-@pytest.mark.parametrize("flags", [[], ["--context", "full", "--engine", "hf"]], ids=" ".join)
-def test_training_leaves_everything_it_promises_and_eval_reads_it(tmp_path, monkeypatch, capsys,
-                                                                  flags):
-    run, small = tmp_path / "run", ["--tasks", 5, "--horizon", 6, "--save_every", 1]
-    run_main(train, monkeypatch, *small, "--iterations", 2, "--eval_games", 6, "--out", run, *flags)
-    check_run(run)
-    assert "before SAPO" in capsys.readouterr().out
-    run_main(evaluation, monkeypatch, "--model", run, "--limit", 9, "--repeats", 2,
-             "--temperature", 1)
-    report = json.loads((run / "eval-test.json").read_text())
-    assert report["weights"] == str(run / "final") and (report["seed"], report["limit"]) == (0, 9)
-    episodes = read_lines(run / "eval-test.jsonl")
-    assert report["n"] == 18 == len(episodes) and len({e["task"] for e in episodes}) == 9
-    assert all(e["turns"] <= 6 for e in episodes)
-    assert "Pick2" in capsys.readouterr().out
-    shutil.copytree(run, tmp_path / "other")
-    run_main(evaluation, monkeypatch, "--plot", run, tmp_path / "other", "--out",
-             tmp_path / "two.png")
-    assert (tmp_path / "two.png").stat().st_size > 5000
+@pytest.mark.parametrize("env, flags", [("house", []), ("webshop", ["--context", "full"])])
+def test_a_run_leaves_what_it_promises_and_eval_reads_it(tmp_path, monkeypatch, capsys, env, flags):
+    if env == "webshop":
+        wish = {"attributes": ["airy"], "instruction": "x", "instruction_attributes": ["airy"]}
+        products = [DRESS | {"asin": f"B{n:09d}"} for n in range(30)]
+        wishes = {product["asin"]: wish for product in products}
+        flags = [*flags, "--data", write_catalogue(tmp_path / "shop", products, wishes)]
+    run, categories = tmp_path / "run", envs.known(env).categories.values()
+    run_main(train, monkeypatch, "--env", env, "--tasks", 5, "--horizon", 6, "--eval_games", 3,
+             "--iterations", 2, "--out", run, *flags)
+    assert all({*line["success_by_category"]} == {*categories} for line in check_run(run))
+    assert "before SAPO, T = 0.4" in capsys.readouterr().out
     # The final weights in the run's own setting play as they did at the end of the run.
-    run_main(evaluation, monkeypatch, "--model", run, "--limit", 6, "--out",
-             tmp_path / "again.json")
-    after = [e for e in read_lines(run / "eval.jsonl")
-             if e["when"] == "after" and e["temperature"] == 0.4]
-    again = read_lines(tmp_path / "again.jsonl")
-    assert [(e["task"], e["responses"]) for e in again] == [
-        (e["task"], e["responses"]) for e in after] and len(after) == 6
-    metrics = (run / "metrics.jsonl").read_bytes()
-    run_main(train, monkeypatch, "--tasks", 5, "--iterations", 1, "--horizon", 2, "--eval_games", 0,
-             "--out", run)
-    aside = (tmp_path / "run.1" / "metrics.jsonl").read_bytes()
-    assert aside == metrics != (run / "metrics.jsonl").read_bytes()
+    run_main(evaluation, monkeypatch, "--model", run, "--limit", 3)
+    assert json.loads((run / "eval-test.json").read_text())["weights"] == str(run / "final")
+    said = {(e["task"], *e["responses"]) for e in read_lines(run / "eval-test.jsonl")}
+    assert len(said) == 3 and said == {
+        (e["task"], *e["responses"]) for e in read_lines(run / "eval.jsonl")
+        if e["when"] == "after" and e["temperature"] == 0.4}
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_training_and_evaluating_in_the_shop(tmp_path, monkeypatch, capsys, context):
-    products, run = [DRESS | {"asin": f"B{n:09d}"} for n in range(30)], tmp_path / "run"
-    about = {p["asin"]: {"attributes": ["airy"], "instruction": "Find me x",
-                         "instruction_attributes": ["airy"]} for p in products}
-    human = {p["asin"]: [{"instruction": "x", "instruction_attributes": ["y"],
-                          "instruction_options": []}] for p in products}
-    data = write_catalogue(tmp_path / "shop", products, about, human)
-    run_main(train, monkeypatch, "--env", "webshop", "--data", data, "--horizon", 3, "--out", run,
-             "--tasks", 3, "--iterations", 2, "--eval_games", 2, "--workers", 0, "--context",
-             context)
-    lines = read_lines(run / "metrics.jsonl")
-    assert len(lines) == 2 and all(0 <= line["score"] <= 1 for line in lines)
-    assert all(set(line["success_by_category"]) == set(envs.SHELVES.values()) for line in lines)
-    share = r" +\d+\.\d ± +\d+\.\d"
-    assert re.search(rf"Score +Success +n.*\nbefore SAPO, T = 0.4{share}{share} +2\n",
-                     capsys.readouterr().out)
-    run_main(evaluation, monkeypatch, "--model", run, "--limit", 2, "--workers", 1)
-    report = json.loads((run / "eval-test.json").read_text())
-    assert report["n"] == 2 and report["score"] == report["success"] == 0
-    assert re.search(r"Score +Success", capsys.readouterr().out)
-    run_main(evaluation, monkeypatch, "--model", run, "--limit", 2, "--workers", 0, "--goals",
-             "human", "--split", "test_500")
-    assert json.loads((run / "eval-test_500-human.json").read_text())["goals"] == "human"
-
-
-def test_scores_reach_the_records_and_the_report(tmp_path, monkeypatch):
-    """A model that says what the expert does, and one that buys at once."""
-    data = write_catalogue(tmp_path / "shop", None, {"B00DRESS01": {
-        "attributes": ["airy"], "instruction": "Find me airy dresses",
-        "instruction_attributes": ["airy"]}})
-    env = make_env("webshop", data=data)
-    task = next(str(n) for n in range(9) if env.reset(n)[1]["task"].startswith(TASK))
-    env.reset(task)
-    plans = {True: env.expert(),
-             False: ["search[dress]", "click[b00dress01]", "click[buy now]"]}
-    for knows, plan in plans.items():
-        said, pool = iter(plan), Pool("webshop", {"data": data})
-        monkeypatch.setattr(envs, "parse_action", lambda text, fallback: (next(said), True))
-        sampler = Sampler(random_model("qwen2"), "kv", "window", 4, max_prompt=4096)
-        (_, record), = evaluation.play(sampler, {0: task}, pool, quiet=True)
-        assert (record["won"], record["score"]) == (knows, 1.0 if knows else 0.5)
-        assert (record["category"], record["turns"]) == ("Fashion", len(plan))
-        assert evaluation.report([record])["score"] == record["score"]
-
-
-def test_the_same_seed_trains_the_same_model(tmp_path, monkeypatch):
-    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        run_main(train, monkeypatch, "--tasks", 4, "--iterations", 1, "--horizon", 4,
-                 "--eval_games", 0, "--seed", seed, "--out", tmp_path / name)
-    a, b, c = ((tmp_path / name / "final" / "model.safetensors").read_bytes() for name in "abc")
-    assert a == b != c
-
-
-def test_two_ranks_train_as_one_does(tmp_path, strong):
-    """The games, the random numbers and the global statistics and denominators are the same; what
-    differs is rounding."""
-    flags = ["--tasks", 9, "--iterations", 2, "--eval_games", 5, "--mini_batch", 12,
-             "--save_every", 1, "--lr_warmup", 4]
-    for name, start in (("1", Alone), ("2", TwoRanks)):
-        start(*strong, *flags, "--out", tmp_path / name).finish()
-    (one, _), (two, _) = (check_run(tmp_path / n) for n in "12")
+@pytest.mark.parametrize("flags", ["", "--algo gigpo --group_size 3", "--algo ppo --context full"])
+def test_a_seed_trains_one_model_stopped_or_not_and_on_two_ranks_up_to_rounding(tmp_path, strong,
+                                                                                flags):
+    """The games, the random numbers and the global statistics and denominators are the same; groups
+    are split over the ranks; a checkpoint holds the critic and its optimizer."""
+    every = [*strong, *flags.split(), "--tasks", 6, "--eval_games", 0, "--mini_batch", 12,
+             "--lr_warmup", 4, "--lr_end", 1]
+    for name, start, *more in (("one", Alone, 2), ("two", TwoRanks, 2), ("cut", Alone, 1),
+                               ("cut", Alone, 2, "--resume")):
+        start(*every, "--out", tmp_path / name, "--iterations", *more).finish()
+    for name in ("model.safetensors", "critic.pt", "learner-0.pt"):
+        whole, cut = (tmp_path / of / "checkpoint-2" / name for of in ("one", "cut"))
+        assert whole.read_bytes() == cut.read_bytes(), name
+    one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for a, b in zip(one, two):
-        assert 0 < a["success"] < 1 and min(a["loss_v"], a["loss_q"], a["kl"]) > 1e-3
-        assert abs(a["v_explained_variance"]) > 1e-3
-        for key in ("success", "turns", "tokens_sampled", "loss", "loss_v", "loss_q", "kl",
-                    "entropy", "grad_norm", "v_mean", "return_mean", "v_explained_variance"):
-            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), key
-    before = [[json.loads(line) for line in open(tmp_path / n / "eval.jsonl")] for n in "12"]
-    one, two = ([(r["task"], r["temperature"], r["responses"]) for r in records
-                 if r["when"] == "before"] for records in before)
-    assert one == two and len(one) == 10
+        assert 0 < a["success"] < 1 and abs(a["loss_policy"]) > 1e-3  # something to compare
+        assert ("loss_critic" in a) == ("ppo" in flags)
+        for key, x in a.items():
+            if type(x) is float and not key.startswith("time_"):
+                assert b[key] == pytest.approx(x, rel=2e-3, abs=1e-5), key
+
+
+def test_metrics_go_to_wandb_and_a_resumed_run_goes_on_under_its_id(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for more in (["--iterations", 1], ["--iterations", 2, "--resume"]):
+        run_main(train, monkeypatch, "--tasks", 3, "--horizon", 3, "--eval_games", 0, "--wandb",
+                 "sapo", "--out", tmp_path, *more)
+        wandb.finish()
+    name = f"run-{(tmp_path / 'wandb-id').read_text()}.wandb"
+    files = [path.read_bytes() for path in sorted(tmp_path.glob(f"wandb/offline-run-*/{name}"))]
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert len(files) == len(lines) == 2
+    assert all(str(line["entropy"]).encode() in file for file, line in zip(files, lines))
 
 
 # ------------------------------------------------------------------------- learner and survival
@@ -3006,7 +2633,7 @@ def outcome(folder):
 
 @pytest.mark.parametrize("run, unharmed, kills, flags", [
     (Alone, Alone, (0, 1, 1, 2, 3), []),
-    (UnderTorchrun, TwoRanks, (2,), "--context full --old rollout".split())])
+    (TwoRanks, TwoRanks, (2,), "--context full --old rollout".split())])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, strong, run,
                                                                       unharmed, kills, flags):
     flags = [*SMALL, *strong, *flags]
@@ -3450,7 +3077,7 @@ def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
     run_main(train, monkeypatch, "--env", "alfworld", "--model", "tiny", "--iterations", 2,
              "--tasks", 1, "--horizon", 3, "--eval_games", 1, "--save_every", 1, "--max_new", 8,
              "--workers", 1, "--out", tmp_path)
-    lines, _ = check_run(tmp_path)
+    lines = check_run(tmp_path)
     assert lines[0]["turns"] == 3 and lines[0]["time_env"] > 0
 
 

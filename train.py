@@ -33,7 +33,7 @@ from machine.fast import compiled_scoring
 from machine.ranks import (AdamW, barrier, everyone, from_ranks, join_ranks, mean, rank, say,
                            take_step, world)
 from model import Batch, Critic, Scores, is_tiny, load, make_batch, micro_batches, readout_at_start
-from rollout import Sampler, rollout
+from rollout import rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)

@@ -166,10 +166,11 @@ def begin_wandb(config):
     """A run of Weights & Biases in the project --wandb; a resumed run goes on under its id."""
     import wandb
     path = Path(config.out, "wandb-id")
-    if not path.exists():
-        write_file(path, wandb.util.generate_id())
-    return wandb.init(project=config.wandb, id=path.read_text(), resume="allow", dir=config.out,
-                      name=path.parent.name, config=read_json(path.parent / "config.json"))
+    run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
+                     resume="allow", dir=config.out, name=path.parent.name,
+                     config=read_json(path.parent / "config.json"))
+    write_file(path, run.id)
+    return run
 
 
 # --------------------------------------------------------------------------------- checkpoints
