@@ -2307,7 +2307,9 @@ def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_mad
 
 def test_every_game_comes_once_before_any_comes_twice_and_group_size_times(tmp_path):
     config, ids = small_config(tmp_path, "--algo", "rloo", "--group_size", 2), list("abcdefg")
-    drawn = [game for n in range(14) for game in train.pick_tasks(ids, config, n)]
+    run = train.Run.__new__(train.Run)
+    run.ids, run.config = ids, dataclasses.replace(config, tasks=6, iterations=14)
+    drawn = [game for n in range(15) for game in run.games(n)]
     once = drawn[::2]
     assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
     assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))

@@ -322,6 +322,8 @@ class Run:
                     clock.lap("save")  # which is logged with the next iteration
                 if leave:
                     raise KeyboardInterrupt
+        if self.wandb:
+            self.wandb.finish()
 
     def games(self, iteration):
         """This rank's tasks of an iteration, --group_size times each; none after the last one.
