@@ -1,4 +1,4 @@
-"""The ranks that torchrun starts, and line 7 of Algorithm 1: one step on the sum of their gradients.
+"""The ranks that torchrun starts, and line 7 of Algorithm 1: a step on the sum of their gradients.
 
     rank, world, from_ranks, barrier   without torchrun there is one rank
     take_step                          gradients of micro-batches -> a step

@@ -49,7 +49,7 @@ def write_file(path, text):
 
 def write_folder(path, fill):
     """All ranks call it. fill(FOLDER) writes into PATH.new, which is renamed when it is whole."""
-    new = f"{path}.new"
+    new, old = f"{path}.new", f"{path}.old"
     if rank() == 0:
         shutil.rmtree(new, ignore_errors=True)
         os.makedirs(new)
@@ -60,8 +60,11 @@ def write_folder(path, fill):
         raise OSError(f"cannot write {new}; what was there before is whole: {error}") from error
     barrier()  # what the ranks write is there
     if rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.isdir(path):
+            os.rename(path, old)  # a kill would leave a torn folder under its name
         os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
     barrier()  # a rank that goes on sees the folder
 
 
