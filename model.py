@@ -153,7 +153,7 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, **kwarg
 
 # transformers has no mask function of this name: it builds no mask, and does not ask a GPU whether
 # positions are consecutive. So padding on the left, as in `generate`, needs "sdpa" instead.
-AttentionInterface.register("folded", attend)
+AttentionInterface.register("grouped", attend)
 
 
 def all_full(body):
@@ -192,7 +192,8 @@ class ActorCritic:
 
     def __post_init__(self):
         if all_full(self.model.base_model):
-            self.model.set_attn_implementation("folded")
+            self.model.set_attn_implementation("grouped")
+        self.attention = self.model.config._attn_implementation
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)

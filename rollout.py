@@ -8,9 +8,11 @@
 Tokens are drawn by uniform numbers that depend on (seed, iteration, trajectory, turn) alone, so
 engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
 `window` makes each turn's prompt anew, of the last turns; in `full`, which the paper does not have,
-the conversation and its cache grow. Shapes: R rows, T tokens, S positions, H heads of size D
+the conversation and its cache grow. Shapes: R rows, T tokens, S positions, H' heads of size E that
+have keys and values of their own.
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
+import types
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,9 +23,33 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
 
-from model import all_full, choose, load, make_batch, micro_batches
+from model import all_full, choose, load, make_batch, micro_batches, restricted_log_softmax
 
 # ------------------------------------------------------------------------ the kv engine's state
+
+
+class Layer:
+    """Keys and values of one layer, (R, H', S + 1, E); padding writes to the last position."""
+
+    def __init__(self, keys, values):
+        self.keys, self.values = keys, values
+
+    def use(self, write, span, read):
+        """What `update` does next: it writes at `write`, rows and positions that broadcast to
+        (R, T), and returns `span` positions of the rows `read`, or of the first R if that is None.
+        """
+        self.write, self.span, self.read = write, span, read
+
+    def update(self, k, v, *args, **kwargs):
+        """k, v (R, H', T, E) -> keys and values to attend to; with span 0, k and v themselves."""
+        row, at = self.write
+        # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
+        self.keys[row, :, at] = k.transpose(1, 2)
+        self.values[row, :, at] = v.transpose(1, 2)
+        if not self.span:
+            return k, v
+        rows = slice(len(k)) if self.read is None else self.read
+        return self.keys[rows, :, :self.span], self.values[rows, :, :self.span]
 
 
 class Rows:
@@ -38,26 +64,26 @@ class Rows:
         def empty(*shape, dtype=torch.float32):
             return torch.zeros(0, *shape, dtype=dtype, device=hidden.device)
 
-        # of each layer (R, heads of K and V, S + 1, D); padding writes to the last position
-        self.keys = [x.keys[:0, :, :1].clone() for x in layers]
-        self.values = [x.values[:0, :, :1].clone() for x in layers]
+        self.layers = [Layer(x.keys[:0, :, :1].clone(), x.values[:0, :, :1].clone())
+                       for x in layers]
         self.longest = 0  # S
         self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, width) at the last token
         self.at = empty(dtype=torch.long)  # (R,) the position of the next token
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
         self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
         # a column for each token, and a last one that serves rows that have ended
-        self.u, self.logp = empty(max_new + 1), empty(max_new + 1)  # uniform numbers, log-probs
+        self.u = empty(max_new + 1)  # the uniform numbers
         self.tokens = empty(max_new + 1, dtype=torch.long)
+        self.logp = empty(max_new + 1)
         self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
-        self.read = self.write = self.span = None  # what `update` is to do: Sampler.forward says
 
     def grow(self, rows, longest):
         """Makes room for so many rows of that length, and keeps what there is."""
-        more, longer = rows - len(self.at), longest - self.longest
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):  # layer by layer, so that only one exists twice
-                tensors[layer] = F.pad(old, (0, 0, 0, longer, 0, 0, 0, more))
+        more = rows - len(self.at)
+        longer = longest - self.longest
+        for layer in self.layers:  # one by one, so that only one exists twice
+            layer.keys = F.pad(layer.keys, (0, 0, 0, longer, 0, 0, 0, more))
+            layer.values = F.pad(layer.values, (0, 0, 0, longer, 0, 0, 0, more))
         for name in self.STATE:
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
@@ -66,20 +92,14 @@ class Rows:
     def copy(self, moves, span):
         """Of each (target, source), row target becomes what row source is, up to position span."""
         target, source = sent(np.array(moves), self.at.device).T
-        for x in self.keys + self.values:
-            x[target, :, :span] = x[source, :, :span]
+        for layer in self.layers:
+            for x in (layer.keys, layer.values):
+                x[target, :, :span] = x[source, :, :span]
         for name in self.STATE:
             getattr(self, name)[target] = getattr(self, name)[source]
 
     def update(self, k, v, layer_idx, *args, **kwargs):
-        """Writes k, v (R, H', T, D) at `write`, and reads `span` positions of the rows `read`."""
-        keys, values, (row, at) = self.keys[layer_idx], self.values[layer_idx], self.write
-        # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
-        keys[row, :, at], values[row, :, at] = k.transpose(1, 2), v.transpose(1, 2)
-        if not self.span:
-            return k, v
-        rows = slice(len(k)) if self.read is None else self.read
-        return keys[rows, :, :self.span], values[rows, :, :self.span]
+        return self.layers[layer_idx].update(k, v)
 
     def get_seq_length(self, layer_idx=0):
         return 0  # it is asked for where positions are not given, and they always are
@@ -93,7 +113,6 @@ def sent(array, device):
 
 # ------------------------------------------------------------------------------------ the sampler
 
-
 class Response(NamedTuple):
     ids: list  # the tokens the policy chose, the stop token included
     logp: list  # their log-probs, Eq. 3, at the sampling temperature (greedy: at 1)
@@ -101,29 +120,36 @@ class Response(NamedTuple):
     q: float  # Q after the last
 
 
+class Look(NamedTuple):
+    """The open rows, copied to the host while the device goes on."""
+
+    names: list  # of each row; None once it is known to have ended
+    columns: list  # going, count, at, tokens, logp of Rows; V and Q in units of return
+    there: object  # the CUDA event after which they are there, if any
+
+
 class Sampler:
     """Draws responses of lm, a model.ActorCritic, to sequences of ids, each by its own uniforms u.
 
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
     kept for the next one under that name, which must begin with it. max_new: the longest response
-    in tokens; max_prompt: the longest window prompt; max_context: the longest sequence with its
-    response; `limit`: what they leave for a sequence. tokens_decoded counts rows times decoding
-    steps, idle rows included. ValueError where kv cannot serve the model."""
+    in tokens; max_prompt: the longest sequence (default: what the model leaves), which `limit` is.
+    tokens_decoded counts rows times decoding steps, idle rows included. ValueError where kv cannot
+    serve the model."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
-                 compile=False, max_prompt=None, max_context=None):
+                 compile=False, max_prompt=None):
         if engine not in ("kv", "hf") or context not in ("window", "full"):
             raise ValueError(f"{engine!r}, {context!r}: known: kv, hf; window, full")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new, self.temperature = max_new, temperature
-        most = max_prompt if context == "window" and max_prompt else lm.max_length
-        self.limit = min(most, min(max_context or lm.max_length, lm.max_length) - max_new)
-        self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
-        self.forget()
+        self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new)
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
+        self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
+        self.forget()
         if engine == "kv":
-            self.prepare(compile)
+            self.set_up(lm.device.type == "cuda", compile)
 
     @property
     def busy(self):
@@ -141,8 +167,8 @@ class Sampler:
         """-> [(name, Response)] when some have ended (hf: all), or after so many steps."""
         if not self.busy:
             return []
-        steps = self.max_new if steps is None else steps
-        ended = self.kv(steps) if self.engine == "kv" else self.hf()
+        ended = self.hf() if self.engine == "hf" else self.kv(self.max_new if steps is None
+                                                              else steps)
         self.tokens_sampled += sum(len(response.ids) for _, response in ended)
         return ended
 
@@ -157,66 +183,18 @@ class Sampler:
 
     def forget(self):
         """Forgets all sequences, as is due when weights change. The rows keep their memory."""
-        self.added, self.open = [], 0  # rows [0, open) are being decoded
-        self.seen = None  # the last look(), which collect() has not read yet
+        self.added = []
+        self.open = 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
+        self.on_its_way = None  # the last Look, which nobody has read yet
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
         if name in self.names[self.open:]:
             self.names[self.names.index(name)] = None
 
-    def prepare(self, compile):
-        """Sets the kv engine up for the device, and compares it with the model."""
-        lm, self.gpu = self.lm, self.lm.device.type == "cuda"
-        self.ahead = 4 if self.gpu else 0  # steps between looks; each is read at the next
-        self.budget = 16384 if self.gpu else 2048  # padded tokens of a prefill's forward pass
-        try:
-            self.check()
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
-            raise ValueError(f"the kv engine cannot serve {type(lm.model).__name__}, use "
-                             f"--engine hf: {error}") from None
-        self.encoder, self.decoder = self.forward, self.decode_one_token
-        if compile or self.gpu:
-            from machine.fast import accelerate
-            accelerate(self, compile)
-
-    @torch.no_grad()
-    def check(self):
-        """Builds the rows after the model's own cache, and runs four tokens through both: in the
-        rows one alone, two after it, one decoded. ValueError where hidden states differ."""
-        model, ids = self.lm.model, torch.arange(4, device=self.lm.device)[None]
-        rope, row = str(getattr(model.config, "rope_parameters", "")), ids.new_zeros(1)
-        if not all_full(model.base_model) or "'dynamic'" in rope or "'longrope'" in rope:
-            raise ValueError("some layers have sliding windows, or positions depend on length")
-        theirs = model.base_model(input_ids=ids, use_cache=True)
-        self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
-        self.reserve(1, 4)
-        parts = [self.forward(ids[:, a:b], ids[:, a:b], span, rows) for a, b, span, rows in
-                 ((0, 1, 0, row), (1, 3, 3, row), (3, 4, 4, None))]
-        ours, theirs = torch.cat(parts, 1).float(), theirs.last_hidden_state.float()
-        off, norm = (ours - theirs).norm().item(), theirs.norm().item()
-        if not off <= (1e-3 if model.dtype == torch.float32 else 0.1) * norm:
-            raise ValueError(f"its hidden states differ ({off:.1g} of {norm:.1g})")
-
-    def forward(self, ids, at, span, rows=None):
-        """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
-        no copy -> hidden states (R, T, D). A token sees its own row up to itself; with span 0 the
-        row is new, and else it is read up to position span."""
-        cache, mask = self.rows, None
-        index = torch.arange(len(ids), device=at.device) if rows is None else rows
-        cache.read, cache.write, cache.span = rows, (index[:, None], at), span
-        if span:
-            unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
-            zeros = torch.zeros(unseen.shape, dtype=cache.keys[0].dtype, device=at.device)
-            mask = zeros.masked_fill(unseen, float("-inf"))
-        real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may have any place
-        return self.lm.model.base_model(input_ids=ids, position_ids=real, attention_mask=mask,
-                                        past_key_values=cache, use_cache=True).last_hidden_state
-
+    # ---- the kv engine admits sequences, takes steps, hands out what has ended
     def kv(self, steps):
         """Encodes what was added, then decodes until a row has ended, for about `steps` at most."""
         if self.added:
@@ -224,8 +202,10 @@ class Sampler:
         for _ in range(0, steps, self.ahead or 1):
             for _ in range(self.ahead or 1):
                 self.step()
-            seen, self.seen = (self.seen, self.look()) if self.ahead else (self.look(), None)
-            if seen and (ended := self.collect(*seen)):
+            look = self.look()
+            if self.ahead:  # each look is read at the next
+                look, self.on_its_way = self.on_its_way, look
+            if look and (ended := self.collect(look)):
                 return ended
         return []
 
@@ -243,57 +223,39 @@ class Sampler:
     def place(self, name, sequence, u):
         """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u)."""
         if name not in self.names:
-            i = self.names.index(None) if None in self.names else len(self.names)
-            self.names[i:i + 1], self.length[i:i + 1] = [name], [0]
+            if None not in self.names:
+                self.names.append(None)
+                self.length.append(0)
+            i = self.names.index(None)
+            self.names[i] = name
+            self.length[i] = 0
         i = self.names.index(name)
-        start, self.length[i] = self.length[i], len(sequence)
+        start = self.length[i]
+        self.length[i] = len(sequence)
         return sequence[start:], i, start, u
 
     def encode(self, chunk):
         """One forward pass over [(ids, row, start, u)], which fills their rows."""
-        chunk = chunk * 2 if self.gpu and len(chunk) == 1 else chunk  # one row would compile anew
-        rows, (new, index, start, u) = self.rows, zip(*chunk)
-        length, width = [len(ids) for ids in new], len(new[-1])
-        _, span = self.bucket(1, max(map(sum, zip(start, length))) if any(start) else 0)
-        ids = np.array([x + [0] * (width - len(x)) for x in new])
-        parts = index, start, length, ids.ravel(), np.ravel(u)
-        parts = sent(np.concatenate(parts), self.lm.device).split([len(x) for x in parts])  # 1 copy
-        index, start, length, ids = (x.long() for x in parts[:4])  # float64 held them exactly
-        column = torch.arange(width, device=ids.device)
+        if self.gpu and len(chunk) == 1:
+            chunk = chunk * 2  # a single row would be compiled once more
+        rows, device = self.rows, self.lm.device
+        new, index, start, u = zip(*chunk)
+        length = [len(ids) for ids in new]
+        width = length[-1]
+        span = max(map(sum, zip(start, length))) if any(start) else 0
+        _, span = self.bucket(1, span)
+        ids = sent(np.array([x + [0] * (width - len(x)) for x in new]), device)
+        index, start, length = sent(np.array([index, start, length]), device)
+        column = torch.arange(width, device=device)
         at = torch.where(column < length[:, None], start[:, None] + column, rows.longest)
-        hidden = self.encoder(ids.view_as(at), at, span, index)
-        hidden = hidden[torch.arange(len(chunk), device=ids.device), length - 1]
-        rows.u[index, :-1] = parts[4].view(len(chunk), -1).float()
-        rows.at[index], rows.hidden[index] = start + length, hidden
-        rows.count.index_fill_(0, index, 0), rows.going.index_fill_(0, index, True)  # no copy
+        hidden = self.forward(ids, at, span, index)
+        hidden = hidden[torch.arange(len(chunk), device=device), length - 1]
+        rows.u[index, :-1] = sent(np.stack(u), device)
+        rows.at[index] = start + length
+        rows.hidden[index] = hidden
+        rows.count.index_fill_(0, index, 0)  # an assignment would copy the number to the device
+        rows.going.index_fill_(0, index, True)
         rows.p[index, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
-
-    def reserve(self, rows, longest):
-        """Makes room in the rows."""
-        had = self.rows
-        if longest > had.longest:  # by half, or every turn of a conversation would copy it all
-            longest = max(longest, min(had.longest * 3 // 2, self.limit + self.max_new))
-        size = self.bucket(max(rows, len(had.at)), max(longest, had.longest))
-        if size != (len(had.at), had.longest):
-            had.grow(*size)
-
-    def bucket(self, n, span):
-        """On a GPU, both rounded up: fewer graphs to capture, never one row alone, even masks."""
-        if not self.gpu:
-            return n, span
-        step, wide = 2 if n <= 2 else 4 if n <= 16 else 16, 256 if span <= 4096 else 1024
-        return -(-n // step) * step, -(-span // wide) * wide
-
-    def settle(self, keep):
-        """Brings the rows `keep` to the front; idle conversations there take the places left."""
-        self.open, moves = len(keep), []
-        gaps = sorted(set(range(self.open)) - set(keep))
-        for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
-            for host in (self.names, self.length):
-                host[gap], host[late] = host[late], host[gap]
-            moves += [(gap, late), (late, gap)] if self.names[late] is not None else [(gap, late)]
-        if moves:
-            self.rows.copy(moves, max(self.length[target] for target, _ in moves))
 
     def step(self):
         """Draws one token for every open row."""
@@ -306,56 +268,195 @@ class Sampler:
     def decode_one_token(self, n, span):
         """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last.
         Rows that have ended are computed for nothing. The host reads nothing: CUDA graphs."""
+        token = self.draw(n)
+        hidden = self.forward(token[:, None], self.rows.at[:n, None], span)[:, 0]
+        self.note(n, token, hidden)
+
+    def draw_tokens(self, n):
+        """Chooses a token for each row and writes it and its log-prob down -> (n,)."""
         rows, lm = self.rows, self.lm
-        at, count, going = rows.at[:n], rows.count[:n], rows.going[:n]
-        column = torch.where(going, count, self.max_new)[:, None]
-        u, logits = rows.u[:n].gather(1, column)[:, 0], lm.head(rows.hidden[:n]).float()
+        column = torch.where(rows.going[:n], rows.count[:n], self.max_new)[:, None]
+        u = rows.u[:n].gather(1, column)[:, 0]
+        logits = lm.head(rows.hidden[:n]).float()
         token, logp = choose(logits, u, lm.value_index, self.temperature)
         rows.tokens[:n].scatter_(1, column, token[:, None])
         rows.logp[:n].scatter_(1, column, logp[:, None])
-        hidden = self.forward(token[:, None], at[:, None], span)[:, 0]
+        return token
+
+    def note_tokens(self, n, token, hidden):
+        """Moves the rows on by their tokens, and ends those that are over."""
+        rows = self.rows
+        going, count = rows.going[:n], rows.count[:n]
         rows.hidden[:n] = hidden
-        at += going
+        rows.at[:n] += going
         count += going
         ended = going & (self.is_stop[token] | (count == self.max_new))
-        p_q = lm.readout(hidden)  # SAPO: Q costs two dot products
+        p_q = self.lm.readout(hidden)  # SAPO: Q costs two dot products, and to run the last token
         rows.p[:n, 1] = torch.where(ended, p_q, rows.p[:n, 1])
         going &= ~ended
 
+    def forward(self, ids, at, span, rows=None):
+        """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
+        no copy -> hidden states (R, T, D). A token sees its own row up to itself; with span 0 the
+        row is new, and else it is read up to position span."""
+        cache, mask = self.rows, None
+        index = torch.arange(len(ids), device=at.device) if rows is None else rows
+        for layer in cache.layers:
+            layer.use(write=(index[:, None], at), span=span, read=rows)
+        if span:
+            unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
+            zeros = torch.zeros(unseen.shape, dtype=cache.hidden.dtype, device=at.device)
+            mask = zeros.masked_fill(unseen, float("-inf"))
+        real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may have any place
+        return self.body(input_ids=ids, position_ids=real, attention_mask=mask,
+                         past_key_values=cache, use_cache=True).last_hidden_state
+
     def look(self):
-        """-> names, columns, event: of the open rows, copied to the host while the device goes on;
-        they are there when the event has occurred."""
+        """-> Look at the open rows."""
         rows, n = self.rows, self.open
         columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
         columns = [x[:n].to("cpu", non_blocking=True, copy=self.ahead > 0) for x in columns]
-        event = rows.at.is_cuda and torch.cuda.current_stream(rows.at.device).record_event()
-        return self.names[:n], columns, event
+        there = rows.at.is_cuda and torch.cuda.current_stream(rows.at.device).record_event()
+        return Look(self.names[:n], columns, there)
 
-    def collect(self, names, columns, event):
+    def collect(self, look):
         """-> [(name, Response)] of the rows that had ended at a look; the others move up."""
-        if event:
-            event.synchronize()
-        going, count, at, tokens, logp, value = columns
-        out, keep = [], dict.fromkeys(range(self.open))
-        for i, (name, more) in enumerate(zip(names, going.tolist())):
-            if not more and name is not None:
-                n, row = count[i].item(), self.names.index(name)
-                said = tokens[i, :n].tolist(), logp[i, :n].tolist(), *value[i].tolist()
-                out.append((name, Response(*said)))
-                self.length[row] = at[i].item()
-                del keep[row]
-                if self.context == "window":
-                    self.names[row] = None
-                if self.seen:  # what is on its way shows this row too
-                    self.seen[0][self.seen[0].index(name)] = None
-        if out:
+        if look.there:
+            look.there.synchronize()
+        going, count, at, tokens, logp, value = look.columns
+        responses = []
+        keep = dict.fromkeys(range(self.open))
+        for i, (name, goes_on) in enumerate(zip(look.names, going.tolist())):
+            if goes_on or name is None:
+                continue
+            n = count[i].item()
+            said = tokens[i, :n].tolist(), logp[i, :n].tolist(), *value[i].tolist()
+            responses.append((name, Response(*said)))
+            row = self.names.index(name)
+            self.length[row] = at[i].item()
+            del keep[row]
+            if self.context == "window":
+                self.names[row] = None
+            if self.on_its_way:  # it shows this row too
+                late = self.on_its_way.names
+                late[late.index(name)] = None
+        if responses:
             self.settle([*keep])
-        return out
+        return responses
+
+    # ---- where rows lie, and how large they are
+    def settle(self, keep):
+        """Brings the rows `keep` to the front; idle conversations there take the places left."""
+        self.open = len(keep)
+        moves = []
+        gaps = sorted(set(range(self.open)) - set(keep))
+        for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
+            for host in (self.names, self.length):
+                host[gap], host[late] = host[late], host[gap]
+            moves.append((gap, late))
+            if self.names[late] is not None:
+                moves.append((late, gap))
+        if moves:
+            self.rows.copy(moves, max(self.length[target] for target, _ in moves))
+
+    def reserve(self, rows, longest):
+        """Makes room in the rows."""
+        had = self.rows
+        if longest > had.longest:  # by half, or every turn of a conversation would copy it all
+            longest = max(longest, min(had.longest * 3 // 2, self.limit + self.max_new))
+        size = self.bucket(max(rows, len(had.at)), max(longest, had.longest))
+        if size != (len(had.at), had.longest):
+            had.grow(*size)
+            self.decoder = self.new_decoder()  # what was captured points to where the rows were
+
+    def bucket(self, n, span):
+        """On a GPU, both rounded up: fewer graphs to capture, never one row alone, even masks."""
+        if not self.gpu:
+            return n, span
+        step = 2 if n <= 2 else 4 if n <= 16 else 16
+        wide = 256 if span <= 4096 else 1024
+        return -(-n // step) * step, -(-span // wide) * wide
+
+    # ---- how it computes
+    @torch.no_grad()
+    def set_up(self, gpu, compile):
+        """Builds the rows after the model's own cache, and looks at what comes out."""
+        self.gpu = gpu
+        self.ahead = 4 if gpu else 0  # steps between looks
+        self.budget = 16384 if gpu else 2048  # padded tokens of a prefill's forward pass
+        self.body = body = self.lm.model.base_model
+        self.draw, self.note = self.draw_tokens, self.note_tokens
+        self.new_decoder = lambda: self.decode_one_token
+        try:
+            rope = str(getattr(body.config, "rope_parameters", ""))
+            if not all_full(body) or "'dynamic'" in rope or "'longrope'" in rope:
+                raise ValueError("some layers have sliding windows, or positions depend on length")
+            theirs = body(input_ids=torch.tensor([[0]], device=self.lm.device), use_cache=True)
+            self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
+            if gpu or compile:
+                from machine.fast import accelerate
+                accelerate(self, gpu, compile)
+            elif why := self.differs():
+                raise ValueError(why)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
+            raise ValueError(f"the kv engine cannot serve {type(self.lm.model).__name__}, use "
+                             f"--engine hf: {error}") from None
+
+    def differs(self):
+        """Answers three short sequences, in "full" twice each -> in words how that is otherwise
+        than by the model's own pass over the whole; or ""."""
+        stops = self.is_stop.clone()
+        talks = [[0, 1, 2, 4], [3], [5, 6]]
+        off = []
+        self.forget()
+        self.reserve(5, 9 + self.max_new)  # what agrees by chance would be compiled as if it must
+        for more in ([], [3, 7])[:1 if self.context == "window" else 2]:
+            self.is_stop.zero_()  # no word ends a response; in place, as captured graphs read it
+            for name, talk in enumerate(talks):
+                talk += more
+                self.added.append((name, [*talk], np.full(self.max_new, 0.5, dtype=np.float32)))
+            ended = self.run(2)
+            self.is_stop.fill_(True)  # any word does
+            for _ in range(4):
+                ended += self.run(1)
+            for name, said in ended:
+                off.append(self.distance(talks[name], said))
+                talks[name] += said.ids
+        self.is_stop.copy_(stops)
+        self.forget()
+        self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
+        tolerance = 1e-3 if self.lm.model.dtype == torch.float32 else 0.25
+        if not off or not max(off) <= tolerance or len(off) % len(talks):
+            return f"its results are off by {max(off, default=1):.1g}"
+        return ""
+
+    def distance(self, ids, said):
+        """The largest difference between a Response, drawn by 0.5, and what the model makes of it:
+        of its log-probs, its readouts, or of 0.5 to the sums before and after each token."""
+        lm = self.lm
+        whole = torch.tensor([ids + said.ids], device=lm.device)
+        hidden = lm.model.base_model(input_ids=whole, use_cache=False).last_hidden_state[0]
+        hidden = hidden[len(ids) - 1:]
+        logits = lm.head(hidden[:-1]).float() / (self.temperature or 1)
+        policy = restricted_log_softmax(logits, lm.value_index)
+        token = whole[0, len(ids):, None]
+        logp = policy.gather(1, token)
+        upto = policy.exp().double().cumsum(-1).gather(1, token)
+        near = torch.full_like(upto, 0.5).clamp(upto - logp.exp(), upto)
+        theirs = [lm.readout(hidden[[0, -1]]), logp[:, 0],
+                  near[:, 0] if self.temperature else policy.amax(-1) - logp[:, 0] + 0.5]
+        ours = [said.v / lm.r_max, said.q / lm.r_max, *said.logp, *[0.5] * len(said.ids)]
+        return (torch.cat(theirs).cpu() - torch.tensor(ours)).abs().max().item()
 
     def hf(self):
         """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
-        lm, (names, sequences, u) = self.lm, zip(*self.added)
-        self.added, drawn, u = [], [], sent(np.stack(u), lm.device)
+        lm = self.lm
+        names, sequences, u = zip(*self.added)
+        self.added = []
+        u = sent(np.stack(u), lm.device)
+        drawn = []  # of each step the log-probs
         ids = pad_sequence([torch.tensor(s) for s in sequences], True, -1, "left").to(lm.device)
         pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
@@ -365,16 +466,17 @@ class Sampler:
             drawn.append(logp)
             return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
-        model, own = lm.model, (lm.model.generation_config, lm.model.config._attn_implementation)
-        plain = own[1].replace("folded", "sdpa")  # which knows the mask of the padding
-        model.generation_config, model.config._attn_implementation = GenerationConfig(), plain
-        try:  # without the model's own settings, of which a top-k would change the policy
+        model, settings, attention = lm.model, lm.model.generation_config, lm.attention
+        model.generation_config = GenerationConfig()  # a top-k of its own would change the policy
+        model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
+        try:
             out = model.generate(
                 ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
                 max_new_tokens=self.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
                 logits_processor=LogitsProcessorList([draw]))
         finally:
-            model.generation_config, model.config._attn_implementation = own
+            model.generation_config = settings
+            model.config._attn_implementation = attention
         said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
         samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
         v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
@@ -415,7 +517,7 @@ class Turn:
     text: str  # the response
     action: str
     outgrown: bool = False  # the episode ended because the next prompt would not fit
-    seen: str = ""  # the observation it answers, as the environment gave it
+    obs: str = ""  # the observation it answers, as the environment gave it
 
 
 def uniforms(seed, traj, turn, n):
@@ -423,49 +525,53 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def next_prompts(lm, asks, limit):
-    """asks: (texts, from the longest to the shortest, and the ids before them), ... -> of each
-    (text, its ids): the first text that fits, or the last."""
-    texts, before = [iter(texts) for texts, _ in asks], [ids for _, ids in asks]
-    first, out = [next(its) for its in texts], []
-    for its, old, text, ids in zip(texts, before, first, lm.chat.prompts(first, before)):
-        while len(old) + len(ids) > limit and (shorter := next(its, None)):
-            text, (ids,) = shorter, lm.chat.prompts([shorter], [old])
-        out.append((text, ids))
-    return out
+def fitting(lm, texts, before, limit):
+    """texts: from the longest to the shortest -> (text, ids): the first that fits after the ids
+    `before`, or the last."""
+    for text in texts:
+        ids, = lm.chat.prompts([text], [before])
+        if len(before) + len(ids) <= limit:
+            break
+    return text, ids
 
 
-def play(traj, task, sampler, pool, seed, prompts):
-    """A coroutine for one trajectory. It yields what it waits for: (texts, ids before) for the text
-    that fits and its ids, None for a game's answer or a Response; last (None, (turns, episode))."""
+@types.coroutine
+def answer_to(ask, *args):
+    """Asks the game or the model, and waits for the answer, which `trajectories` sends."""
+    ask(*args)
+    return (yield)
+
+
+async def one_trajectory(traj, task, sampler, pool, seed, prompts):
+    """Plays one game -> (its turns, its episode)."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
-    pool.start(traj, task)
-    episode = pool.env.episode(*(yield))  # the game's first answer
-    lm, turns, before = sampler.lm, [], []
+    lm = sampler.lm
+    turns = []
+    before = []  # in `full`, the ids of the conversation so far
+    episode = pool.env.episode(*await answer_to(pool.start, traj, task))
     while not (turns and turns[-1].done):
-        prompt, ids = yield prompts(traj, turns, episode), before  # the text that fits
+        prompt, ids = fitting(lm, prompts(traj, turns, episode), before, sampler.limit)
         if len(before) + len(ids) > sampler.limit:
             if turns:
                 turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
             pool.drop(traj)
             break
-        sampler.add(traj, before + ids, uniforms(seed, traj, len(turns), sampler.max_new))
-        response = yield  # the sampler's
-        if sampler.context == "full":
-            before = before + ids + response.ids
+        u = uniforms(seed, traj, len(turns), sampler.max_new)
+        response = await answer_to(sampler.add, traj, before + ids, u)
         text = lm.text(response.ids)
         action, valid = parse_action(text, pool.env.fallback)
-        pool.step(traj, action)
-        obs, reward, terminated, truncated, info = yield  # the game's answer
+        obs, reward, terminated, truncated, info = await answer_to(pool.step, traj, action)
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=float(reward),
             done=terminated or truncated, truncated=truncated, invalid=not valid,
             admissible=episode.accepts(action), won=info["won"], score=info["score"],
-            category=info["category"], prompt=prompt, text=text, action=action, seen=episode.obs))
+            category=info["category"], prompt=prompt, text=text, action=action, obs=episode.obs))
         episode.took(action, obs, info)
+        if sampler.context == "full":
+            before = before + ids + response.ids
     sampler.drop(traj)
-    yield None, (turns, episode)
+    return turns, episode
 
 
 def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2,
@@ -479,31 +585,31 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
     compute than rows are decoded, and waited for if need be. So what is decoded together does not
     depend on the clock, and with the same weights a rollout repeats to the last bit."""
     prompts = prompts or (lambda traj, turns, game: game.prompts(sampler.context, history))
-    waiting, plays = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks)), {}
+    waiting = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks))
+    playing = {}  # trajectory: its coroutine
     thinking = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
     sampler.forget()
-    while waiting or plays:
-        while waiting and len(plays) < (rows or len(tasks)):
+    while waiting or playing:
+        while waiting and len(playing) < (rows or len(tasks)):
             traj, task = waiting.popleft()
-            plays[traj] = play(traj, task, sampler, pool, seed, prompts)
-            next(plays[traj])  # it starts its game
+            playing[traj] = one_trajectory(traj, task, sampler, pool, seed, prompts)
+            playing[traj].send(None)  # it starts its game
             thinking.append((traj, sampler.steps))
         pool.load([task for _, task in list(waiting)[:16]])  # in the background
         steps = thinking[0][1] + ANSWER_STEPS - sampler.steps if thinking else None
         for traj, response in sampler.run(steps):
-            plays[traj].send(response)  # it acts
+            playing[traj].send(response)  # it acts
             thinking.append((traj, sampler.steps))
-        most_think, due = len(thinking) > sampler.busy, []
+        most_think = len(thinking) > sampler.busy
+        due = []
         while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
             due.append(thinking.popleft()[0])
-        wants = {traj: plays[traj].send(answer) for traj, answer in zip(due, pool.gather(due))}
-        asks = {traj: want for traj, want in wants.items() if want[0]}  # the others are over
-        for traj, prompt in zip(asks, next_prompts(sampler.lm, asks.values(), sampler.limit)):
-            wants[traj] = plays[traj].send(prompt)
-        for traj, want in wants.items():
-            if want:  # it is over; None waits for the model
-                del plays[traj]
-                yield traj, *want[1]
+        for traj, answer in zip(due, pool.gather(due)):
+            try:
+                playing[traj].send(answer)  # it asks the model
+            except StopIteration as over:
+                del playing[traj]
+                yield traj, *over.value
 
 
 def rollout(sampler, tasks, pool, **options):
@@ -514,8 +620,8 @@ def rollout(sampler, tasks, pool, **options):
         if not played:
             raise ValueError(
                 f"the first prompt of {episode.info['task']!r} is longer than the "
-                f"{max(0, sampler.limit)} tokens there are: lower --max_new, raise --max_prompt or "
-                "--max_context, or take a model with a longer context")
+                f"{max(0, sampler.limit)} tokens there are: lower --max_new, raise --max_prompt, "
+                "or take a model with a longer context")
         turns += played
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 

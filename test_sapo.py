@@ -1461,7 +1461,7 @@ def test_a_sampler_that_forgets_starts_anew_and_keeps_its_memory():
         before = sampler.tokens_encoded, sampler.tokens_sampled, sampler.steps
         if engine == "kv":
             sampler.run(1)
-            held, before = sampler.rows.keys[0].data_ptr(), None
+            held, before = sampler.rows.layers[0].keys.data_ptr(), None
         assert sampler.busy
         sampler.forget()
         assert not sampler.busy and sampler.run() == []
@@ -1469,7 +1469,7 @@ def test_a_sampler_that_forgets_starts_anew_and_keeps_its_memory():
             assert before == (sampler.tokens_encoded, sampler.tokens_sampled, sampler.steps)
         again, = sampler([0], [prompt], u)
         assert again.ids == first.ids and again.v == pytest.approx(first.v, abs=1e-4)
-        assert engine == "hf" or sampler.rows.keys[0].data_ptr() == held
+        assert engine == "hf" or sampler.rows.layers[0].keys.data_ptr() == held
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
@@ -1504,8 +1504,9 @@ def test_compiled_the_same_is_sampled(context, monkeypatch):
         same_tokens_and_values(turns[0], turns[-1])
         both = (torch.tensor([x for t in its for x in t.logp]) for its in (turns[0], turns[-1]))
         torch.testing.assert_close(*both, atol=1e-5, rtol=0)
-    # New rows, rows that go on and decoding, and the last two for a single row.
-    assert 0 < graphs[1] - graphs[0] <= 5 and graphs[2] == graphs[1]
+    # A layer for new rows, for rows that go on and for decoding; what draws a token, what notes it;
+    # and once more for a single row.
+    assert 0 < graphs[1] - graphs[0] <= 10 and graphs[2] == graphs[1]
     assert not counters["graph_break"]
 
 
@@ -1557,14 +1558,9 @@ def as_on_a_gpu(monkeypatch):
     def replay_by_running(captured, n, span):
         return types.SimpleNamespace(replay=lambda: captured.step(n, span))
 
-    def prepare_as_on_a_gpu(sampler, compile):
-        prepare(sampler, False)
-        sampler.gpu, sampler.ahead = True, 4
-        fast.accelerate(sampler, compile)
-
-    prepare = Sampler.prepare
+    set_up = Sampler.set_up
     monkeypatch.setattr(fast.Captured, "capture", replay_by_running)
-    monkeypatch.setattr(Sampler, "prepare", prepare_as_on_a_gpu)
+    monkeypatch.setattr(Sampler, "set_up", lambda its, gpu, compile: set_up(its, True, compile))
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -1599,14 +1595,16 @@ def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypat
         assert torch.equal(ours, theirs)
     said = [record.getMessage() for record in caplog.records]
     assert all("\n" not in line for line in said)
-    # Prefill and decoding, layers and what is made of the logits; the capture of either step.
-    assert sum("torch.compile failed" in line and "no compiler here" in line for line in said) == 4
-    assert sum("captured" in line for line in said) == 2 and len(said) == 6
+    # Layers, what draws and what notes a token, once captured and once not; layers and what is
+    # made of the logits in scoring; and the capture of the compiled and of the plain step.
+    assert sum("torch.compile failed" in line and "no compiler here" in line for line in said) == 8
+    assert sum("captured" in line for line in said) == 2 and len(said) == 10
 
 
 def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog):
     def wrong(captured, n, span):  # a graph that replays something else
-        return types.SimpleNamespace(replay=lambda: captured.sampler.rows.hidden.mul_(2))
+        rows = captured.step.__self__.rows
+        return types.SimpleNamespace(replay=lambda: captured.step(n, span) or rows.p.add_(0.1))
 
     lm = random_model("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
@@ -1617,15 +1615,16 @@ def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog)
     assert not isinstance(sampler.decoder, fast.Captured)
     assert [r.getMessage().split(" is ")[0] for r in caplog.records] == ["captured sampling"]
 
-    def by_another_number(sampler, function):  # the tokens are others, and their log-probs right
-        def step(n, span):
+    def by_another_number(function):  # the tokens are others, and their log-probs right
+        def drawn(n):
             with monkeypatch.context() as wrong:
                 wrong.setattr(rollout_module, "choose", lambda logits, u, *rest: choose(
                     logits, (u + 0.5) % 1, *rest))
-                function(n, span)
-        return step if function.__name__ == "decode_one_token" else function
+                return function(n)
+        return drawn if function.__name__ == "draw_tokens" else function
 
-    monkeypatch.setattr(fast, "compiled_for", by_another_number)
+    monkeypatch.setattr(fast, "compiled_layers", lambda body: body)
+    monkeypatch.setattr(fast, "compiled", by_another_number)
     for context in ("window", "full"):
         caplog.clear()
         turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": True})
@@ -1713,9 +1712,10 @@ def test_logits_that_are_not_finite_end_an_iteration_and_index_nothing_beyond_th
     token, logp = choose(logits, torch.full((3,), 0.9), (0, 1), 0.7)
     assert ((0 <= token) & (token < 300)).all() and logp.isfinite().tolist() == [False, False, True]
     lm = random_model("qwen2", 1)
+    sampler = Sampler(lm, max_new=9)
     with torch.no_grad():
         lm.head.weight[7] = NAN
-    turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:2])
+    turns = rollout(sampler, GAMES[:2], Pool("house", {"horizon": 6}))
     with pytest.raises(ValueError, match="iteration 3: .* not finite; lower --lr"):
         train.pack(turns, small_config(tmp_path), 3, lm.device)
 
@@ -1827,8 +1827,8 @@ def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain
     tight, sampler = play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": longest - 10})
     assert max(len(t.prompt_ids) for t in tight) <= longest - 10 == sampler.limit
     assert not any(t.outgrown for t in tight)
-    ended, sampler = play(lm, "kv", "full", 1.0, sampler_options={"max_context": 90})
-    assert sampler.limit == 90 - 9
+    ended, sampler = play(lm, "kv", "full", 1.0, sampler_options={"max_prompt": 81})
+    assert sampler.limit == 81
     last = [t for t in ended if t.done]
     assert len(last) == len(GAMES) and any(t.truncated and t.turn < 5 for t in last)
     assert all(t.outgrown == (t.turn < 5 and not t.won) for t in last)
@@ -1848,7 +1848,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
         if t.turn == 0:
             obs, info = env.reset(t.task)
             episode = Episode(obs, info)
-        assert t.prompt == episode.window_prompt(history) and t.seen == obs
+        assert t.prompt == episode.window_prompt(history) and t.obs == obs
         action, valid = parse_action(t.text, env.fallback)
         assert (t.action, t.invalid) == (action, not valid)
         assert t.admissible == (action in info["admissible"])
@@ -1982,7 +1982,7 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     with pytest.raises(ValueError, match="Qwen2ForCausalLM, use --engine hf: .*sliding"):
         Sampler(lm)
     for architecture, says in (("gemma2", "attention with softcap"),
-                               ("odd", "hidden states differ"),
+                               ("odd", "its results are off"),
                                ("dynamic", "positions depend on length")):
         with pytest.raises(ValueError, match=says):
             Sampler(odd_model(architecture))
@@ -2011,7 +2011,7 @@ def test_a_model_that_cannot_take_our_attention_keeps_its_own_and_stays_causal()
 
 def test_a_head_that_changes_its_logits_is_refused_and_each_model_attends_by_its_own_function():
     lm = random_model("qwen2", 1)
-    assert lm.model.config._attn_implementation == "folded"
+    assert lm.model.config._attn_implementation == "grouped"
     own, forward = lm.model.generation_config, lm.model.forward
     with pytest.raises(KeyError), pytest.MonkeyPatch.context() as patch:
 
@@ -2021,7 +2021,7 @@ def test_a_head_that_changes_its_logits_is_refused_and_each_model_attends_by_its
 
         patch.setattr(lm.model, "generate", generate)
         Sampler(lm, "hf", max_new=3)([0], [[5, 6]], torch.rand(1, 3))
-    assert lm.model.config._attn_implementation == "folded" and lm.model.generation_config is own
+    assert lm.model.config._attn_implementation == "grouped" and lm.model.generation_config is own
 
     def capped(*args, **kwargs):
         out = forward(*args, **kwargs)
@@ -2097,7 +2097,7 @@ def prepared(tmp_path, *flags, lm=None):
     for t in turns:
         t.reward = rng.choice([0, 0, 10.0]) * t.done
         t.invalid = rng.random() < 0.2
-        t.seen = rng.choice("ab")
+        t.obs = rng.choice("ab")
     return case_of(lm, turns, config)
 
 
@@ -2352,7 +2352,7 @@ near = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
 def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
     case = prepared(tmp_path, "--algo", algo, "--context", context, "--group_size", 3)
     turns = case.played.turns
-    rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.seen), t.reward) for t in turns]
+    rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.obs), t.reward) for t in turns]
     if algo.startswith("gigpo"):
         expected = gigpo_by_loop(rows, 0.95, 1.0, algo == "gigpo")
     else:

@@ -636,7 +636,7 @@ class Grouped(PolicyLearner):
         if config.algo == "empg":  # a turn's entropy is the mean over its tokens
             entropy = entropy.index_add(0, played.turn_of, old.entropy)
             entropy = entropy / played.turn_of.bincount(minlength=n)
-        obs = [turn.seen for turn in played.turns]
+        obs = [turn.obs for turn in played.turns]
         columns = [x.tolist() for x in (played.traj, played.turn, played.reward, entropy)]
         traj, turn, reward, entropy, obs = zip(*from_ranks([*zip(*columns, obs)]))
         number = {text: i for i, text in enumerate(dict.fromkeys(obs))}  # of an observation

@@ -39,7 +39,7 @@ from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from machine import cli, runs
 from machine.ranks import AdamW, take_step
 from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
-from rollout import next_prompts, rollout
+from rollout import fitting, rollout
 
 # --------------------------------------------------------------------- a tiny model, made at random
 
@@ -263,8 +263,7 @@ def samples_of(lm, name, turns, context, history):
         text = RESPONSE.format(thought=turn.thought, action=action)
         response = lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
         ids = ids if context == "full" else []
-        ask = episode.prompts(context, history), ids
-        ids = ids + next_prompts(lm, [ask], float("inf"))[0][1]
+        ids = ids + fitting(lm, episode.prompts(context, history), ids, float("inf"))[1]
         span, ids = (len(ids), len(ids) + len(response)), ids + response
         if context == "window":
             samples.append((ids, [span]))

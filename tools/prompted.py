@@ -20,7 +20,7 @@ import envs
 from eval import EVALUATION, SIDE_BY_SIDE, evaluate, local, make_parser, record
 from machine.cli import one_line_errors
 from machine.ranks import join_ranks
-from rollout import next_prompts, trajectories, uniforms
+from rollout import fitting, trajectories, uniforms
 
 REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: "
          "{obs}\nCommands that work now: [{commands}].\n\nContinue with your next thought and "
@@ -57,7 +57,7 @@ def react(turns, episode, lessons, template=REACT):
     told, fields = "", episode.now(episode.info["admissible"])
     if lessons:
         told = LESSONS.format(lessons="\n".join(f"- {' '.join(x.split())}" for x in lessons))
-    past = [f"Observation: {episode.shown(turn.seen)}\nThought: {thought_of(turn.text)}\n"
+    past = [f"Observation: {episode.shown(turn.obs)}\nThought: {thought_of(turn.text)}\n"
             f"Action: {turn.action}\n" for turn in turns]
     for n in range(len(past) + 1):
         yield template.format(**fields, lessons=told, trace="".join(past[n:]))
@@ -72,11 +72,12 @@ def thought_of(text):
 
 def reflect(sampler, failed, lessons, rows, seed):
     """Adds to the lessons what the model says of its failures, where a prompt fits."""
-    asks = [(react(*played, lessons[n], REFLECT), []) for n, played in failed.items()]
-    shown = next_prompts(sampler.lm, asks, sampler.limit)
-    asked = [(n, ids, uniforms(seed, n, len(turns), sampler.max_new))
-             for (n, (turns, _)), (_, ids) in zip(failed.items(), shown)
-             if len(ids) <= sampler.limit]
+    asked = []
+    for n, (turns, episode) in failed.items():
+        texts = react(turns, episode, lessons[n], REFLECT)
+        _, ids = fitting(sampler.lm, texts, [], sampler.limit)
+        if len(ids) <= sampler.limit:
+            asked.append((n, ids, uniforms(seed, n, len(turns), sampler.max_new)))
     while asked or sampler.busy:
         while asked and sampler.busy < rows:
             sampler.add(*asked.pop())
