@@ -206,7 +206,10 @@ class ActorCritic:
             self.trunk, self.token_scores = compiled_layers(self.trunk), compiled(token_scores)
 
     def body(self, ids):
-        """(B, T) ids, padded on the right -> hidden states (B, T, D)."""
+        """(B, T) ids, padded on the right -> hidden states (B, T, D), or of a few more rows and
+        positions: what is compiled is not compiled again for one row or for every width."""
+        if self.compile:
+            ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, len(ids) == 1))
         return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
 
     def value_logits(self, hidden):
@@ -228,7 +231,8 @@ class ActorCritic:
         they are made again in the backward pass, so that only one chunk's logits exist."""
         hidden = self.body(batch.ids)
         before = hidden[batch.row, batch.col - 1]  # (M, D): this position predicts the token
-        chunks = zip(before.split(self.chunk), batch.ids[batch.row, batch.col].split(self.chunk))
+        parts = max(1, -(-len(before) // self.chunk))
+        chunks = zip(before.tensor_split(parts), batch.ids[batch.row, batch.col].tensor_split(parts))
         score_chunk = self.token_scores
         if len(before) > self.chunk and torch.is_grad_enabled():
             score_chunk = functools.partial(checkpoint, score_chunk, use_reentrant=False,

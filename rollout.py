@@ -1,9 +1,9 @@
 """Playing the tasks: one trajectory per task, many of them side by side.
 
-    rollout   tasks -> turns: prompt, sample a response, act, until every game is over
     Sampler   token sequences -> responses, by one of two engines that agree up to rounding
                 kv   our own loop over K/V tensors, with continuous batching
                 hf   Hugging Face `generate`, for comparison and for models kv cannot serve
+    rollout   tasks -> turns: prompt, sample a response, act, until every game is over
 
 Tokens are drawn by uniform numbers that depend on (seed, iteration, trajectory, turn) alone, so
 engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
@@ -34,19 +34,13 @@ class Layer:
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
 
-    def use(self, write, span, read):
-        """What `update` does next: it writes at `write`, rows and positions that broadcast to
-        (R, T), and returns `span` positions of the rows `read`, or of the first R if that is None.
-        """
-        self.write, self.span, self.read = write, span, read
-
     def update(self, k, v, *args, **kwargs):
-        """k, v (R, H', T, E) -> keys and values to attend to; with span 0, k and v themselves."""
-        row, at = self.write
+        """Writes k, v (R, H', T, E) where `forward` said -> keys and values to attend to."""
+        row, at = self.write  # they broadcast to (R, T)
         # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
         self.keys[row, :, at] = k.transpose(1, 2)
         self.values[row, :, at] = v.transpose(1, 2)
-        if not self.span:
+        if not self.span:  # the rows are new
             return k, v
         rows = slice(len(k)) if self.read is None else self.read
         return self.keys[rows, :, :self.span], self.values[rows, :, :self.span]
@@ -120,14 +114,6 @@ class Response(NamedTuple):
     q: float  # Q after the last
 
 
-class Look(NamedTuple):
-    """The open rows, copied to the host while the device goes on."""
-
-    names: list  # of each row; None once it is known to have ended
-    columns: list  # going, count, at, tokens, logp of Rows; V and Q in units of return
-    there: object  # the CUDA event after which they are there, if any
-
-
 class Sampler:
     """Draws responses of lm, a model.ActorCritic, to sequences of ids, each by its own uniforms u.
 
@@ -167,8 +153,7 @@ class Sampler:
         """-> [(name, Response)] when some have ended (hf: all), or after so many steps."""
         if not self.busy:
             return []
-        ended = self.hf() if self.engine == "hf" else self.kv(self.max_new if steps is None
-                                                              else steps)
+        ended = self.hf() if self.engine == "hf" else self.kv(steps or self.max_new)
         self.tokens_sampled += sum(len(response.ids) for _, response in ended)
         return ended
 
@@ -187,7 +172,7 @@ class Sampler:
         self.open = 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
-        self.on_its_way = None  # the last Look, which nobody has read yet
+        self.late = None  # the last look, which nobody has read yet
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
@@ -204,8 +189,8 @@ class Sampler:
                 self.step()
             look = self.look()
             if self.ahead:  # each look is read at the next
-                look, self.on_its_way = self.on_its_way, look
-            if look and (ended := self.collect(look)):
+                look, self.late = self.late, look
+            if look and (ended := self.collect(*look)):
                 return ended
         return []
 
@@ -223,12 +208,9 @@ class Sampler:
     def place(self, name, sequence, u):
         """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u)."""
         if name not in self.names:
-            if None not in self.names:
-                self.names.append(None)
-                self.length.append(0)
-            i = self.names.index(None)
-            self.names[i] = name
-            self.length[i] = 0
+            i = self.names.index(None) if None in self.names else len(self.names)
+            self.names[i:i + 1] = [name]
+            self.length[i:i + 1] = [0]
         i = self.names.index(name)
         start = self.length[i]
         self.length[i] = len(sequence)
@@ -302,7 +284,7 @@ class Sampler:
         cache, mask = self.rows, None
         index = torch.arange(len(ids), device=at.device) if rows is None else rows
         for layer in cache.layers:
-            layer.use(write=(index[:, None], at), span=span, read=rows)
+            layer.write, layer.span, layer.read = (index[:, None], at), span, rows
         if span:
             unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=cache.hidden.dtype, device=at.device)
@@ -312,21 +294,22 @@ class Sampler:
                          past_key_values=cache, use_cache=True).last_hidden_state
 
     def look(self):
-        """-> Look at the open rows."""
+        """-> names and columns of the open rows, copied to the host while the device goes on, and
+        the CUDA event after which they are there, if any."""
         rows, n = self.rows, self.open
         columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
         columns = [x[:n].to("cpu", non_blocking=True, copy=self.ahead > 0) for x in columns]
         there = rows.at.is_cuda and torch.cuda.current_stream(rows.at.device).record_event()
-        return Look(self.names[:n], columns, there)
+        return self.names[:n], columns, there
 
-    def collect(self, look):
+    def collect(self, names, columns, there):
         """-> [(name, Response)] of the rows that had ended at a look; the others move up."""
-        if look.there:
-            look.there.synchronize()
-        going, count, at, tokens, logp, value = look.columns
+        if there:
+            there.synchronize()
+        going, count, at, tokens, logp, value = columns
         responses = []
         keep = dict.fromkeys(range(self.open))
-        for i, (name, goes_on) in enumerate(zip(look.names, going.tolist())):
+        for i, (name, goes_on) in enumerate(zip(names, going.tolist())):
             if goes_on or name is None:
                 continue
             n = count[i].item()
@@ -337,9 +320,8 @@ class Sampler:
             del keep[row]
             if self.context == "window":
                 self.names[row] = None
-            if self.on_its_way:  # it shows this row too
-                late = self.on_its_way.names
-                late[late.index(name)] = None
+            if self.late:  # it shows this row too
+                self.late[0][self.late[0].index(name)] = None
         if responses:
             self.settle([*keep])
         return responses
@@ -398,9 +380,7 @@ class Sampler:
                 accelerate(self, gpu, compile)
             elif why := self.differs():
                 raise ValueError(why)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (ValueError, AttributeError, TypeError, RuntimeError, IndexError) as error:
+        except (ValueError, AttributeError, TypeError, IndexError) as error:
             raise ValueError(f"the kv engine cannot serve {type(self.lm.model).__name__}, use "
                              f"--engine hf: {error}") from None
 
@@ -409,9 +389,8 @@ class Sampler:
         than by the model's own pass over the whole; or ""."""
         stops = self.is_stop.clone()
         talks = [[0, 1, 2, 4], [3], [5, 6]]
-        off = []
+        off, alike = [], []
         self.forget()
-        self.reserve(5, 9 + self.max_new)  # what agrees by chance would be compiled as if it must
         for more in ([], [3, 7])[:1 if self.context == "window" else 2]:
             self.is_stop.zero_()  # no word ends a response; in place, as captured graphs read it
             for name, talk in enumerate(talks):
@@ -422,33 +401,31 @@ class Sampler:
             for _ in range(4):
                 ended += self.run(1)
             for name, said in ended:
-                off.append(self.distance(talks[name], said))
+                same, far = self.beside_the_model(talks[name], said)
+                alike += same
+                off += far
                 talks[name] += said.ids
         self.is_stop.copy_(stops)
         self.forget()
         self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
-        tolerance = 1e-3 if self.lm.model.dtype == torch.float32 else 0.25
-        if not off or not max(off) <= tolerance or len(off) % len(talks):
-            return f"its results are off by {max(off, default=1):.1g}"
-        return ""
+        most = 1e-3 if self.lm.model.dtype == torch.float32 else 0.25
+        if alike and sum(alike) > 0.7 * len(alike) and all(x <= most for x in off):
+            return ""
+        return f"{sum(alike)} of {len(alike)} tokens are right; off by {max(off, default=0):.1g}"
 
-    def distance(self, ids, said):
-        """The largest difference between a Response, drawn by 0.5, and what the model makes of it:
-        of its log-probs, its readouts, or of 0.5 to the sums before and after each token."""
+    def beside_the_model(self, ids, said):
+        """A Response to ids, drawn by 0.5 -> of each token whether the model draws it too, and how
+        far the log-probs of those and the readouts are off."""
         lm = self.lm
         whole = torch.tensor([ids + said.ids], device=lm.device)
         hidden = lm.model.base_model(input_ids=whole, use_cache=False).last_hidden_state[0]
         hidden = hidden[len(ids) - 1:]
-        logits = lm.head(hidden[:-1]).float() / (self.temperature or 1)
-        policy = restricted_log_softmax(logits, lm.value_index)
-        token = whole[0, len(ids):, None]
-        logp = policy.gather(1, token)
-        upto = policy.exp().double().cumsum(-1).gather(1, token)
-        near = torch.full_like(upto, 0.5).clamp(upto - logp.exp(), upto)
-        theirs = [lm.readout(hidden[[0, -1]]), logp[:, 0],
-                  near[:, 0] if self.temperature else policy.amax(-1) - logp[:, 0] + 0.5]
-        ours = [said.v / lm.r_max, said.q / lm.r_max, *said.logp, *[0.5] * len(said.ids)]
-        return (torch.cat(theirs).cpu() - torch.tensor(ours)).abs().max().item()
+        u = torch.full((len(said.ids),), 0.5, device=lm.device)
+        token, logp = choose(lm.head(hidden[:-1]).float(), u, lm.value_index, self.temperature)
+        alike = [x == y for x, y in zip(token.tolist(), said.ids)]
+        pairs = zip(lm.readout(hidden[[0, -1]]).tolist(), (said.v / lm.r_max, said.q / lm.r_max))
+        pairs = [*pairs, *(p for p, same in zip(zip(logp.tolist(), said.logp), alike) if same)]
+        return alike, [abs(x - y) for x, y in pairs]
 
     def hf(self):
         """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
@@ -582,8 +559,8 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
     episode whose next prompt does not fit ends as truncated, without a turn if it was the first.
 
     A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
-    compute than rows are decoded, and waited for if need be. So what is decoded together does not
-    depend on the clock, and with the same weights a rollout repeats to the last bit."""
+    compute than rows are decoded, and waited for if need be: not the clock decides what is decoded
+    together, and with the same weights a rollout repeats to the last bit."""
     prompts = prompts or (lambda traj, turns, game: game.prompts(sampler.context, history))
     waiting = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks))
     playing = {}  # trajectory: its coroutine
