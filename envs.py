@@ -39,7 +39,6 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 from worlds.textworld import Engine, alfworld_root, game_folders
-from worlds.webshop import Shop, shop_command
 
 REWARD = 10.0
 NOTHING = "Nothing happens."  # what a room answers to a command that it cannot use
@@ -143,6 +142,7 @@ class ShopEpisode(Episode):
 
     def accepts(self, action):
         """Searching works on every page, clicking on what the page lists."""
+        from worlds.webshop import shop_command
         name, argument = shop_command(action)
         offered = argument != "search" and f"click[{argument}]" in self.info["admissible"]
         return name == "search" or name == "click" and offered
@@ -189,7 +189,9 @@ class Env:
     graded = False  # whether info's score can lie between 0 and 1
 
     def __init__(self, horizon=None):
-        self.horizon = horizon or self.horizon
+        self.horizon = self.horizon if horizon is None else horizon
+        if self.horizon < 1:
+            raise ValueError(f"horizon must be at least 1, got {horizon}")
 
     def expert(self):
         """Commands that win from here, or None."""
@@ -237,13 +239,12 @@ class House(Seeker, Env):
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES
 
-    def __init__(self, places=5, objects=4, horizon=horizon):
-        for name, value, least, most in (("places", places, 5, 200), ("objects", objects, 2, 500),
-                                         ("horizon", horizon, 1, 10 ** 9)):
-            if not least <= value <= most:
-                bound = f"at least {least}" if value < least else f"at most {most}"
-                raise ValueError(f"house: {name} must be {bound}, got {value}")
-        self.size, self.horizon = (places, objects), horizon
+    def __init__(self, places=5, objects=4, horizon=None):
+        super().__init__(horizon)
+        for name, value, least in (("places", places, 5), ("objects", objects, 2)):
+            if value < least:
+                raise ValueError(f"house: {name} must be at least {least}, got {value}")
+        self.size = places, objects
 
     def tasks(self, split):
         """A number's own hash decides its split, so that options of size never move a task."""
@@ -428,10 +429,9 @@ class AlfWorld(Env):
     flags, held_out, categories = ("data", "horizon"), ("valid_seen", 140), CATEGORIES
     CHANGES = set("go open close take move clean heat cool use slice".split())  # others only look
 
-    def __init__(self, data=None, horizon=Env.horizon, stock=False):
-        if horizon < 1:
-            raise ValueError(f"alfworld: horizon must be at least 1, got {horizon}")
-        self.root, self.horizon, self.engine = alfworld_root(data), horizon, Engine(stock)
+    def __init__(self, data=None, horizon=None, stock=False):
+        super().__init__(horizon)
+        self.root, self.engine = alfworld_root(data), Engine(stock)
 
     def tasks(self, split):
         return game_folders(self.root, split)
@@ -467,18 +467,19 @@ class AlfWorld(Env):
 # ------------------------------------------------------------------------------------- webshop
 
 class WebShop(Env):
-    """The shop of worlds/webshop.py, with the original's pages (mode `text` or `text_rich`). A task
-    id is a goal's number in the original's order. score is the original's reward of the step, and
-    the step that buys at a score of exactly 1 pays REWARD. results/README.md has the departures."""
+    """The shop of worlds/webshop.py, with the original's pages. A task id is a goal's number in the
+    original's order. score is the original's reward of the step, and the step that buys at a score
+    of exactly 1 pays REWARD. results/README.md has the departures."""
 
-    flags, horizon, graded = ("data", "goals", "horizon"), 15, True
+    goals = "synthetic"  # who wrote what is asked for
+    flags, horizon, graded = ("data", "horizon"), 15, True
     fallback, max_prompt = 20, 4096  # its pages are long
     held_out, categories, episode = ("test", 500), SHELVES, ShopEpisode
 
-    def __init__(self, data=None, goals="synthetic", seed=0, mode="text", horizon=horizon):
-        if horizon < 1:
-            raise ValueError(f"webshop: horizon must be at least 1, got {horizon}")
-        self.shop, self.horizon = Shop(data, goals, seed, mode), horizon
+    def __init__(self, data=None, horizon=None):
+        super().__init__(horizon)
+        from worlds.webshop import Shop
+        self.shop = Shop(data, self.goals)
 
     def tasks(self, split):
         return [f"{i:07d}" for i in self.shop.goals.split(split)]
@@ -513,11 +514,15 @@ class WebShop(Env):
         return ("", plan[0]) if plan else None
 
 
+class WebShopHuman(WebShop):
+    """The same with the goals that people wrote."""
+
+    goals = "human"
+
+
 # ------------------------------------------------------------------- the environments by name
 
-ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop}
-
-
+ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop, "webshop-human": WebShopHuman}
 OPTIONS = "data", "places", "objects"  # flags that some environments alone know
 
 
@@ -541,8 +546,8 @@ def known(name):
 
 
 def make_env(name, **options):
-    """house: places, objects, horizon. alfworld: data, horizon. webshop: data, goals, seed, mode,
-    horizon. ValueError, TypeError and FileNotFoundError say what is wrong with an option."""
+    """house: places, objects, horizon. alfworld, webshop, webshop-human: data, horizon.
+    ValueError, TypeError and FileNotFoundError say what is wrong with an option."""
     return known(name)(**options)
 
 
@@ -563,7 +568,8 @@ def options_for(given):
 def default_workers(name):
     """One process per core, at most 16, shared by a machine's ranks; the house needs none."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
-    return 0 if name == "house" else max(1, min(16, os.cpu_count() // ranks))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return 0 if name == "house" else max(1, min(16, cores // ranks))
 
 
 # -------------------------------------------------------------------------------- worker pool
@@ -853,7 +859,6 @@ def main():
     add("--split", default="train")
     add("--task", type=int, default=0, help="which game of the split")
     add("--data", help="the folder that holds alfworld's json_2.1.1, or webshop's catalogue")
-    add("--goals", default="synthetic", help="webshop: synthetic or human")
     args = parser.parse_args()
     try:
         options = options_for(vars(args))
