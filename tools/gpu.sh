@@ -29,7 +29,7 @@ step sampler python $sampler --new 200 --repeats 5 --compile
 gigabytes=$(python -c "import torch; print(torch.cuda.get_device_properties(0).total_memory // 10 ** 9)")
 iteration="tools/bench.py iteration --tokens_per_micro_batch $([ "$gigabytes" -lt 130 ] && echo 4096 || echo 16384)"
 step sapo-ppo-uncompiled python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
-    --eager --out runs/gpu/sapo-ppo-uncompiled
+    --no-compile --out runs/gpu/sapo-ppo-uncompiled
 step sapo-ppo python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
     --out runs/gpu/sapo-ppo
 step sapo-ppo-rollout python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
