@@ -30,10 +30,9 @@ from machine.cli import Parser, one_line_errors, options_of
 from machine.ranks import barrier, from_ranks, join_ranks, rank, world
 from machine.runs import newest_checkpoint, read_json, read_log, settings_of, write_file
 from model import load
-from rollout import Sampler, trajectories
+from rollout import EVALUATION, Sampler, trajectories
 
 SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; verl-agent's temperature
-EVALUATION = 5  # the seed of an attempt is (seed, 0, EVALUATION + attempt); see train.ROLLOUT
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 

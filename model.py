@@ -63,12 +63,12 @@ class Batch(NamedTuple):
 
     ids: torch.Tensor  # (B, T)
     length: torch.Tensor  # (B,) for imitation and measurements
-    row: torch.Tensor  # (M,) the place of each response token in ids ...
-    col: torch.Tensor  # (M,)
-    turn_of: torch.Tensor  # (M,) ... and the turn it belongs to
-    seq: torch.Tensor  # (N,) the sequence of each turn, and its span there
+    row: torch.Tensor  # (N,) the sequence of each turn, and its span there
     start: torch.Tensor  # (N,)
     end: torch.Tensor  # (N,)
+    turn_of: torch.Tensor  # (M,) the turn of each response token, and its place
+    token_row: torch.Tensor  # (M,)
+    token_col: torch.Tensor  # (M,)
 
     def to(self, device):
         return Batch(*(x.to(device) for x in self))
@@ -81,11 +81,11 @@ def make_batch(samples):
     if any(not 0 < start < end <= len(samples[b][0]) for b, start, end in turns):
         raise ValueError("a turn needs context before it and a response in it")
     ids = [torch.tensor(ids, dtype=torch.long) for ids, _ in samples]
-    seq, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
+    row, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
     turn_of = torch.arange(len(turns)).repeat_interleave(end - start)
     col = torch.arange(len(turn_of)) + (end - (end - start).cumsum(0))[turn_of]
     return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
-                 seq[turn_of], col, turn_of, seq, start, end)
+                 row, start, end, turn_of, row[turn_of], col)
 
 
 def micro_batches(samples, budget):
@@ -131,14 +131,14 @@ def choose(logits, u, value_ids, temperature):
 # ------------------------------------------------------------------------------- actor and critic
 
 def attend(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
-    """Attention for transformers' decoders: query (R, H, T, D), key and value (R, H', S, D) with H'
-    dividing H, a mask (R, 1, T, S) to add, or None for causal -> (R, T, H, D), None. K and V are
+    """Attention for transformers' decoders: query (R, H, T, E), key and value (R, H', S, E) with H'
+    dividing H, a mask (R, 1, T, S) to add, or None for causal -> (R, T, H, E), None. K and V are
     never repeated for the G = H / H' heads that share them."""
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name}")
     mask, sdpa = attention_mask, F.scaled_dot_product_attention
-    grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, D
+    grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E
     if mask is None and not (query.is_cuda and query.dtype == torch.float32):
         shared = {"enable_gqa": True} if groups > 1 else {}  # compiled, groups > 1 is no bool
         out = sdpa(query, key, value, is_causal=True, scale=scaling, **shared)
@@ -230,16 +230,17 @@ class ActorCritic:
         Logits are made of response positions alone, a chunk at a time. Where there are several,
         they are made again in the backward pass, so that only one chunk's logits exist."""
         hidden = self.body(batch.ids)
-        before = hidden[batch.row, batch.col - 1]  # (M, D): this position predicts the token
-        parts = max(1, -(-len(before) // self.chunk))
-        chunks = zip(before.tensor_split(parts), batch.ids[batch.row, batch.col].tensor_split(parts))
+        before = hidden[batch.token_row, batch.token_col - 1]  # (M, D): it predicts the token
+        token = batch.ids[batch.token_row, batch.token_col]
+        n = max(1, -(-len(before) // self.chunk))
+        chunks = zip(before.tensor_split(n), token.tensor_split(n))
         score_chunk = self.token_scores
         if len(before) > self.chunk and torch.is_grad_enabled():
             score_chunk = functools.partial(checkpoint, score_chunk, use_reentrant=False,
                                             preserve_rng_state=False)
         parts = [score_chunk(*chunk, self.head, self.value_index) for chunk in chunks]
         logp, h = (torch.cat(column) for column in zip(*parts))
-        ends = torch.stack([hidden[batch.seq, batch.start - 1], hidden[batch.seq, batch.end - 1]])
+        ends = torch.stack([hidden[batch.row, batch.start - 1], hidden[batch.row, batch.end - 1]])
         p_v, p_q = self.readout(ends)  # SAPO: V sees no action, Q sees no reward
         return Scores(logp, h, p_v, p_q)
 
@@ -317,7 +318,7 @@ class Critic(torch.nn.Module):
     def forward(self, batch):
         """Batch -> (M,): V over R_max before each response token."""
         hidden = self.trunk(input_ids=batch.ids, use_cache=False).last_hidden_state
-        return self.head(hidden[batch.row, batch.col - 1].float())[:, 0]
+        return self.head(hidden[batch.token_row, batch.token_col - 1].float())[:, 0]
 
 
 # --------------------------------------------------------------------------------------- loading

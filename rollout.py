@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
 
-from model import all_full, choose, load, make_batch, micro_batches, restricted_log_softmax
+from model import all_full, choose, load, make_batch, micro_batches
 
 # ------------------------------------------------------------------------ the kv engine's state
 
@@ -467,6 +467,8 @@ class Sampler:
 # ----------------------------------------------------------------------------------- trajectories
 
 ANSWER_STEPS = 8  # decoding steps a game has to answer before it is waited for
+# What a seed is for; the attempts at an evaluation's game are EVALUATION, EVALUATION + 1, ...
+ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from machine.fast import compiled_scoring
 from machine.ranks import (AdamW, barrier, everyone, from_ranks, join_ranks, mean, rank, say,
                            take_step, world)
 from model import Batch, Critic, Scores, is_tiny, load, make_batch, micro_batches, readout_at_start
-from rollout import rollout
+from rollout import ROLLOUT, SHUFFLE, TASKS, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
@@ -466,7 +466,6 @@ PRESETS = {
     "tiny": dict(dtype="float32", compile=False, iterations=40, tasks=64, max_new=16,
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
                  tokens_per_micro_batch=4096)}
-ROLLOUT, SHUFFLE, TASKS = range(3)  # what a seed is for; imitate.py has 3 and 4, eval.py 5 to 7
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
 MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wandb",

@@ -75,7 +75,7 @@ def compiled_scoring(lm, tokens):
     dice = torch.Generator().manual_seed(0)
     row, col = torch.ones(rows, length - 1).nonzero().T  # a response is all but its first token
     batch = {"ids": words[torch.randint(len(words), (rows, length), generator=dice)],
-             "row": row, "col": col + 1, "seq": torch.arange(rows),
+             "token_row": row, "token_col": col + 1, "row": torch.arange(rows),
              "start": torch.ones(rows).long(), "end": torch.full((rows,), length)}
     batch = types.SimpleNamespace(**{name: x.to(lm.device) for name, x in batch.items()})
     fast = dataclasses.replace(lm, compile=True)

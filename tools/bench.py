@@ -392,8 +392,8 @@ def chunked(lm, batch):
 def all_logits(lm, batch):
     logits = lm.model(input_ids=batch.ids, use_cache=False).logits.float()
     logp = restricted_log_softmax(logits, lm.value_index)
-    token = batch.ids[batch.row, batch.col]
-    return logp[batch.row, batch.col - 1].gather(1, token[:, None]).sum()
+    token = batch.ids[batch.token_row, batch.token_col]
+    return logp[batch.token_row, batch.token_col - 1].gather(1, token[:, None]).sum()
 
 
 def body_alone(lm, batch):
@@ -523,9 +523,9 @@ def bench_env(name, options, games, steps):
     print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}{'steps a second':>16}   medians of "
           f"{len(few)} games; the mean over {sum(len(x[2]) for x in played['ours'])} steps")
     medians = []
-    for engine, runs in played.items():
-        all_steps = [s for *_, seconds in runs for s in seconds]
-        medians.append(np.array([np.median([x[1] for x in runs]), np.median(all_steps)]))
+    for engine, games in played.items():
+        all_steps = [s for *_, seconds in games for s in seconds]
+        medians.append(np.array([np.median([x[1] for x in games]), np.median(all_steps)]))
         reset, step = 1000 * medians[-1]
         print(f"{engine:8}{reset:20.2f}{step:12.3f}{len(all_steps) / sum(all_steps):16.0f}")
     if "stock" in played:

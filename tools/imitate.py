@@ -39,7 +39,7 @@ from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from machine import cli, runs
 from machine.ranks import AdamW, take_step
 from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
-from rollout import fitting, rollout
+from rollout import DEMONSTRATIONS, PROBE, fitting, rollout
 
 # --------------------------------------------------------------------- a tiny model, made at random
 
@@ -289,7 +289,7 @@ def imitation_loss(lm, batch, text_weight):
     hidden = lm.body(batch.ids)
     text = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.length[:, None]
     weight = text_weight * text  # (B, T)
-    weight[batch.row, batch.col] = 1.0
+    weight[batch.token_row, batch.token_col] = 1.0
     b, t = weight[:, 1:].nonzero(as_tuple=True)
     logp = restricted_log_softmax(lm.head(hidden[b, t]), lm.value_index)
     return -(weight[b, t + 1] * logp.gather(1, batch.ids[b, t + 1][:, None])[:, 0]).sum()
@@ -357,7 +357,6 @@ def admissible_share(lm, pool, games, context, step, config):
 
 # ------------------------------------------------------------------------------------- settings
 
-DEMONSTRATIONS, PROBE = 3, 4  # streams of random numbers, after train.py's
 FLAGS = {  # name: (type, default, help)
     "steps": (int, 5000, "optimizer steps, at most"),
     "lr": (float, 1e-5, "the highest learning rate"),

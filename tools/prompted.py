@@ -17,10 +17,10 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import envs
-from eval import EVALUATION, SIDE_BY_SIDE, evaluate, local, make_parser, record
+from eval import SIDE_BY_SIDE, evaluate, local, make_parser, record
 from machine.cli import one_line_errors
 from machine.ranks import join_ranks
-from rollout import fitting, trajectories, uniforms
+from rollout import EVALUATION, fitting, trajectories, uniforms
 
 REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: "
          "{obs}\nCommands that work now: [{commands}].\n\nContinue with your next thought and "

@@ -1,6 +1,5 @@
 """Tests of the shop. Without WebShop's data they use a small catalogue of their own; the two tests
 that need the original's look at WEBSHOP_DATA and are skipped, visibly, if it is unset."""
-import difflib
 import json
 import math
 import multiprocessing
@@ -10,9 +9,8 @@ import random
 import pytest
 
 from worlds import webshop
-from worlds.webshop import Catalogue, Goals, Shop
+from worlds.webshop import Catalogue, Shop
 
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
 needs_catalogue = pytest.mark.skipif(
     not os.environ.get("WEBSHOP_DATA"),
     reason="needs WEBSHOP_DATA, the folder of WebShop's catalogue")
@@ -109,86 +107,33 @@ def test_shop_pages_as_text(shop_data):
     assert see(shop, "click[reviews]") == f"{top} [SEP] < Prev"
     assert not shop.act("click[< prev]") and not shop.act("click[s]")
     assert shop.act("click[buy now]") and shop.score == 1 and shop.actions() == []
-    receipt = shop.observation()
-    assert receipt == (
-        "Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] (Paste it in your MTurk "
-        "interface.) [SEP] Purchased [SEP] asin [SEP] B00DRESS01 [SEP] options [SEP] {\"color\": "
-        "\"red | white\", \"size\": \"s\"} [SEP] attrs [SEP] None [SEP] category [SEP] None [SEP] "
-        "query [SEP] None [SEP] product category [SEP] None [SEP] Target [SEP] asin [SEP] options "
-        "[SEP] attrs [SEP] price upper [SEP] instuction text [SEP] category [SEP] product category "
-        "[SEP] query [SEP] Goal [SEP] None [SEP] Reward [SEP] Your score (min 0.0, max 1.0) [SEP] "
-        "1.0 [SEP] Reward Details [SEP] None")
-    assert see(shop, "dance") == receipt
+    assert shop.observation().endswith("[SEP] 1.0")
     assert see(shop, "search[shirt]").startswith(top)  # the original goes on after a purchase
 
 
-def test_shop_pages_as_rich_text(shop_data):
-    shop = Shop(shop_data, mode="text_rich")
-    shop.enter(goal_of(shop, TASK))
-    task = shop.goal["text"]
-    top = f"Instruction:\n{task}\n[button] Back to Search [button_]\n"
-    search = f"WebShop\nInstruction: \n{task}\n[button] Search [button_]\n"
-    assert shop.observation() == search
-
-    def results(mark):
-        return (f"{top}Page 1 (Total results: 1)\n[button] Next > [button_]\n\n[{mark}] B00DRESS01 "
-                f"[{mark}_]\nAcme Women's Summer Dress\n$19.99 to $1029.5\n")
-
-    def item(first="", color="button", size="button"):
-        return (f"{first}{top}[button] < Prev [button_]\ncolor\n"
-                f"  [{color}] red | white [{color}_]\n  [button] rectangular \"x\" [button_]\n"
-                f"size\n  [{size}] s [{size}_]\n"
-                "  [button] l [button_]\nAcme Women's Summer Dress\nPrice: $19.99 to $1029.5\n"
-                "Rating: N.A.\n[button] Description [button_]\n[button] Features [button_]\n"
-                "[button] Reviews [button_]\n[button] Buy Now [button_]\n")
-    clicked, said = "clicked button", "You have clicked s.\n"
-    assert see(shop, "search[dress]") == results("button")
-    assert see(shop, "click[b00dress01]") == item()
-    assert see(shop, "click[s]") == item(said, size=clicked)
-    both = f"{said}You have clicked red | white.\n"
-    assert see(shop, "click[red | white]") == item(both, clicked, clicked)
-    # The page's address escapes this option's quotes, so that it does not count as chosen.
-    assert see(shop, "click[rectangular \"x\"]") == item(said, size=clicked)
-    assert see(shop, "click[< prev]") == results(clicked)
-    assert see(shop, "click[b00dress01]") == item()
-    shop.act("click[back to search]")
-    assert see(shop, "search[\"s\" dress]") == results("button")
-    # The address holds the query as well.
-    assert see(shop, "click[b00dress01]") == item(said, size=clicked)
-
-
-@pytest.mark.parametrize("query", ["the and of", "   ", "[", "\u200b", "<a> wet", "<c>", "<q>",
-                                   "!!!", "a" * 5000, "\ud800"])
+@pytest.mark.parametrize("query", ["the and of", "   ", "[", "\u200b", "!!!", "\ud800"])
 def test_a_query_without_words_finds_nothing(shop_data, query):
     shop = Shop(shop_data)
     shop.enter(0)
     assert "Page 1 (Total results: 0)" in see(shop, f"search[{query}]")
 
 
-def test_brackets_special_words_and_endless_pages(shop_data):
+def test_pages_of_results(shop_data):
     shop = Shop(shop_data)
     shop.enter(0)
-    for query in ("dress", "dress]", "<a> dress"):
-        assert "Total results: 1)" in see(shop, f"search[{query}]")
     assert "Total results: 1)" in see(shop, "search[DRESS] and more")
-    assert "Total results: 32)" in see(shop, "search[<c> fashion]")
-    assert "Total results: 1)" in see(shop, "search[<q> dresses]")
-    drawn = see(shop, "search[<r>]")
-    assert "Total results: 32)" in drawn and see(shop, "search[<r>]") != drawn
     assert "Total results: 30)" in see(shop, "search[gadget]")
     assert shop.actions()[:2] == ["click[back to search]", "click[next >]"]
-    assert len(shop.actions()) == 12
     first = links(shop)
-    for page in range(2, 300):
+    for page in range(2, 9):
         assert f"Page {page} (Total results: 30)" in see(shop, "click[next >]")
         assert "click[< prev]" in shop.actions()
         assert len(links(shop)) == (10 if page < 4 else 0)
-    for page in range(298, 0, -1):
+    for page in range(7, 0, -1):
         shop.act("click[< prev]")
     assert links(shop) == first and "click[< prev]" not in shop.actions()
-    shop.act("click[next >]")
     shown = see(shop, "click[next >]")
-    shop.act(shop.actions()[3])
+    shop.act(links(shop)[0])
     assert see(shop, "click[< prev]") == shown  # from a product to the page it was found on
 
 
@@ -202,38 +147,18 @@ def test_odd_products(tmp_path):
     odd = DRESS | {
         "asin": "B00ODD0001", "name": "<b>A</b> &amp; [co]", "customization_options": {
             "Color": [{"value": "one"}, {"value": "it's <b> & \"q\""}],
-            "Size": [{"value": "one"}, {"value": "[2 pack]"}, {"value": "Reviews"}], "no": []}}
-    about = {"B00ODD0001": wish("Find me [odd] things")}
+            "Size": [{"value": "one"}, {"value": "[2 pack]"}]}}
     products = [odd, odd | {"name": "again"}, SHIRT | {"asin": "nan"},
                 SHIRT | {"asin": "B0000000000"}, SHIRT]
-    shop = Shop(write_catalogue(tmp_path / "shop", products, about | {
-        "B00SHIRT02": {"instruction": "Find me shirts", "instruction_attributes": ["bullet"]}}))
-    # An option without values leaves no combination, so that the shirt's goal is the only one.
-    assert len(shop.catalogue) == 2 and len(shop.goals) == 1
+    shop = Shop(write_catalogue(tmp_path / "shop", products, {"B00ODD0001": wish()}))
+    assert len(shop.catalogue) == 2 and len(shop.goals) == 4
     shop.enter(0)
     shop.act("search[odd b co]")
     assert "<b>A</b> &amp; [co]" in see(shop, "click[b00odd0001]")
     assert shop.actions().count("click[one]") == 1
     shop.act("click[it's <b> & \"q\"]")
-    seen = see(shop, "click[one]")
+    shop.act("click[one]")
     assert shop.options == {"color": "it's <b> & \"q\"", "size": "one"}
-    assert see(shop, "click[[2 pack]]") == seen and "Reviews" not in shop.options.values()
-    escaped = r'{"color": "it\u0027s \u003cb\u003e \u0026 \"q\"", "size": "one"}'
-    assert escaped in see(shop, "click[buy now]")
-    shop.enter(0)
-    assert shop.expert()[0] == "search[Find me shirts]"
-
-    odd["customization_options"].pop("no")
-    shop = Shop(write_catalogue(tmp_path / "other", products, about))
-    for i in range(len(shop.goals)):
-        shop.enter(i)
-        plan, wanted = shop.expert(), shop.goal["options"]
-        unreachable = wanted["size"] in ("[2 pack]", "reviews")
-        doubled = wanted == {"color": "one", "size": "one"}
-        assert (plan is None) == (unreachable or doubled and plan is None), wanted
-        for action in plan or []:
-            shop.act(action)
-        assert plan is None or shop.score == 1
 
 
 def test_the_expert_finds_its_way_from_anywhere(shop_data):
@@ -281,7 +206,7 @@ def kept_length(n):
     return n if n < 40 else low + (n - low) // step * step
 
 
-@SEEDS
+@pytest.mark.parametrize("seed", [0, 1])
 def test_search_equals_bm25_by_a_loop(tmp_path, seed):
     rng = random.Random(seed)
     words = [f"w{i}" for i in range(40)]
@@ -325,21 +250,9 @@ LUCENE = {  # the first ten by Anserini 1.7.1 on WebShop's 1,000 products
     "women's faux fur lined winter jacket, x-large":
         "B09KP78G37 B07ZXBGDXF B09MSZ4VS8 B09C8YNWWB B09GLVMLMS "
         "B000J3HZXS B0957XW92M B09QQP3356 B09S3BN15C B09PLBDCBY",
-    "100% vegan soy-free protein shake":
-        "B07FYPSNH8 B08BPTT8MX B07FM9K5S3 B07HYF111T B08P28NXH3 "
-        "B005P0T90C B08LQZ5BRC B089VWZB64 B09RFDP1C3 B07VQJM594",
-    "sugar free sugar free candies for kids":
-        "B09RLQR5NP B001EHF3KK B07HYF111T B08LQZ5BRC B095TRCDXW "
-        "B017MOAUGA B09M4C31FL B094JTNPWK B08X6N3L2Z B07F1JDWJP",
-    "usb-c charging cables 3.5 mm":
-        "B07Z397262 B07H5GWRL4 B085VFMXMZ B09GRD2SK4 B09QQWRW2M "
-        "B09J5HJ8DL B09GLVMLMS B09CPZH548 B0912H5LHP B08TGMZX1F",
     "organic hair growth serum\u2122 \u2605 rollers":
         "B09PY89B1S B09MDQ4HBT B08Q42DTN1 B09RFDP1C3 B008QA6YOC "
-        "B09SHRV5JW B082WKKPDH B07CKTXS1J B09FYBZNQL B07K6TCDR9",
-    "b07 stainless steel water bottles o'neil's":
-        "B09B9QLDKD B07KY5X445 B09MM1S15K B0851Y9BDC B0892Y9F83 "
-        "B07CXTNVRJ B08TGMZX1F B085LSKHM6 B09JNRTFGQ B087TR48KK"}
+        "B09SHRV5JW B082WKKPDH B07CKTXS1J B09FYBZNQL B07K6TCDR9"}
 
 
 @needs_catalogue
@@ -353,28 +266,6 @@ def test_search_finds_what_lucene_finds(query):
 # ------------------------------------------------------------------------------ goals and reward
 
 
-def ratio_by_loop(a, b):
-    """token_set_ratio from its description: the best of three comparisons of sorted words."""
-    words = [[], []]
-    for s, out in ((a, words[0]), (b, words[1])):
-        word = ""
-        for c in "".join(c for c in s if not 128 <= ord(c) <= 255) + " ":
-            if c.isalnum() or c == "_":
-                word += c.lower()
-            elif word:
-                if word not in out:
-                    out.append(word)
-                word = ""
-    if not words[0] or not words[1]:
-        return 0
-    both = sorted(w for w in words[0] if w in words[1])
-    rests = [sorted(w for w in words[i] if w not in both) for i in (0, 1)]
-    texts = [" ".join(both), " ".join(both + rests[0]), " ".join(both + rests[1])]
-    ratios = [difflib.SequenceMatcher(None, texts[i], texts[j]).ratio() if texts[i] else 0
-              for i, j in ((0, 1), (0, 2), (1, 2))]
-    return max(round(100 * ratio) for ratio in ratios)
-
-
 @pytest.mark.parametrize("a, b, expected", [  # by thefuzz 0.19.0
     ("x-large", "('size', 'x-large')", 100), ("large", "('size', 'x-large')", 100),
     ("light blue", "blue, light", 100), ("red", "blue", 29), ("", "x", 0),
@@ -383,68 +274,25 @@ def ratio_by_loop(a, b):
     ("machine wash", "machine washable", 86), ("6x-large", "7x-large", 88)])
 def test_token_set_ratio(a, b, expected):
     assert webshop.token_set_ratio(a, b) == webshop.token_set_ratio(b, a) == expected
-    assert ratio_by_loop(a, b) == expected
 
 
-def random_purchase(rng):
-    """-> (product, goal, {option: chosen value})."""
-    def word():
-        return rng.choice(["red", "blue wide", "tan", "large", "x-large", "fashion", "soft cotton",
-                           "slip on", "7 inch", "standard"])
-
-    def thing():
-        return {"title": " ".join(word() for _ in range(3)), "description": word().upper(),
-                "bullets": [word(), word()], "attributes": [word() for _ in range(2)],
-                "query": rng.choice("ab"), "nouns": rng.choices("klmnopqrst", k=rng.randrange(13)),
-                "product_category": " \u203a ".join(rng.choices("pqrs", k=3))}
-    product, goal, human = thing(), thing(), rng.random() < 0.5
-    names = rng.sample(["size", "color", "style"], rng.randrange(4))
-    options = [word() for _ in names] if human else {name: word() for name in names}
-    bought = {name: word() for name in names[:rng.randrange(4)]}
-    return product, goal | {"options": options, "price_upper": 50.0}, bought
-
-
-def options_by_loop(goal, bought):
-    """How many of the goal's options were bought."""
-    got, human = 0, isinstance(goal["options"], list)
-    for option in goal["options"] if human else goal["options"].items():
-        paint = [c for c in webshop.COLORS
-                 if (c in option if human else c == option[0] or c == option[1])]
-        target = paint[0] if paint else str(option)
-        for value in bought.values():
-            paint = [c for c in webshop.COLORS if c in value]
-            if ratio_by_loop(paint[0] if paint else value, target) > 85:
-                got += 1
-                break
-    return got
-
-
-def type_by_loop(product, goal):
-    common = 0
-    for noun in set(goal["nouns"]):
-        common += noun in product["nouns"]
-    title = common / len(goal["nouns"]) if goal["nouns"] else 0.2
-    if title < 0.1:
-        return 0 if title == 0 else 0.1
-    paths = [set(x["product_category"].replace(" ", "").split("\u203a")) for x in (product, goal)]
-    similar = product["query"] == goal["query"] or len(paths[0] & paths[1]) > 1 or title > 0.2
-    return 1 if similar else 0.5
-
-
-@SEEDS
-def test_purchase_score_equals_the_formula(seed):
-    rng = random.Random(seed)
-    for _ in range(200):
-        product, goal, bought = random_purchase(rng)
-        price, got = rng.uniform(1, 99), options_by_loop(goal, bought)
-        texts = [product["title"], " ".join(product["bullets"]), product["description"]]
-        for attribute in goal["attributes"]:
-            in_text = attribute in "\0".join(texts).lower()
-            got += in_text or max(ratio_by_loop(a, attribute) for a in product["attributes"]) > 85
-        total = (got + (price <= 50)) / (len(goal["attributes"]) + len(goal["options"]) + 1)
-        expected = total * type_by_loop(product, goal)
-        score = webshop.purchase_score(product, price, bought, goal)
-        assert score == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize("nouns, query, path, score", [
+    (["shoe"], "boots", "Shoes", 1.0), (["hat"], "shoes", "Clothing \u203a Shoes", 0.0),
+    (["shoe", *"abcdef"], "boots", "Home", 0.5), (["shoe", *"abcdef"], "shoes", "Home", 1.0),
+    (["shoe", *"abcdef"], "boots", "Shoes \u203a Clothing", 1.0),
+    (["shoe", *"abcdefghijkl"], "shoes", "Shoes", 0.1)])
+def test_a_score_is_the_share_of_what_was_asked_for_times_the_kind(nouns, query, path, score):
+    product = {"title": "A Soft Shoe", "description": "", "bullets": ["Slip-On"], "query": "shoes",
+               "attributes": ["machine washable"], "nouns": ["shoe"],
+               "product_category": "Clothing \u203a Shoes"}
+    goal = {"attributes": ["machine wash", "slip-on", "warm"], "query": query, "nouns": nouns,
+            "options": {"size": "7", "color": "light red"}, "price_upper": 50.0,
+            "product_category": path}
+    # Two of three attributes, by likeness and in the text; one of two options, by its colour.
+    got = webshop.purchase_score(product, 60.0, {"size": "8", "color": "red/white"}, goal)
+    assert got == pytest.approx(score * 3 / 6)
+    assert webshop.purchase_score(product, 50.0, {"size": "7", "color": "red"}, goal) == (
+        pytest.approx(score * 5 / 6))
 
 
 def test_prices_caps_and_the_order_of_goals_follow_the_originals_stream(tmp_path):
@@ -468,21 +316,6 @@ def test_prices_caps_and_the_order_of_goals_follow_the_originals_stream(tmp_path
     random.shuffle(goals)
     assert [(ours[i]["asin"], ours[i]["text"]) for i in range(len(ours))] == goals
     assert list(ours.prices) == prices
-    others = Shop(data, seed=8).goals
-    assert [ours[i]["text"] for i in range(9)] != [others[i]["text"] for i in range(9)]
-
-
-def test_a_range_of_prices_is_bought_at_the_price_that_was_drawn(tmp_path):
-    products = [DRESS | {"asin": f"B{n:09d}", "pricing": "$1.00$99.00"} for n in range(12)]
-    about = {p["asin"]: wish() for p in products}
-    shop = Shop(write_catalogue(tmp_path / "shop", products, about))
-    prices = shop.goals.prices
-    assert len(set(prices)) == 12 and all(1 < p < 99 for p in prices)
-    cheap = prices.argmin().item()
-    goal = shop.goals[0] | {"price_upper": prices[cheap] + 0.01}
-    scores = [webshop.purchase_score(shop.catalogue.product(n), prices[n], {}, goal)
-              for n in range(12)]
-    assert [score == 0.5 for score in scores] == [n == cheap for n in range(12)]
 
 
 def test_human_goals(shop_data):
@@ -543,35 +376,19 @@ def test_the_thousand_products():
 # ---------------------------------------------------------------------------- files and the index
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 22])
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
 def test_a_file_is_read_the_same_in_any_pieces(tmp_path, chunk):
     items = [{"a": "]\u00e9 \\ \" [", "b": [1, {"c": None}]}, {}, {"d": "\u65e5" * 50}]
-    text = json.dumps(items)
-    if chunk > 1:
-        text = " \n" + json.dumps(items, indent=2, ensure_ascii=False)
-    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    (tmp_path / "x.json").write_text(json.dumps(items), encoding="utf-8")
     assert list(webshop.json_items(str(tmp_path / "x.json"), chunk)) == items
 
 
-WHOLE = json.dumps([DRESS, SHIRT])
-GOAL_WITHOUT_OPTIONS = {"B00DRESS01": [{"instruction": "x", "instruction_attributes": ["y"]}]}
-
-
 @pytest.mark.parametrize("name, text, says", [
-    ("items_shuffle", WHOLE[:-30], "broken"),
-    ("items_shuffle", "", "no JSON array"), ("items_shuffle", "{}", "no JSON array"),
-    ("items_shuffle", "[]", "no product"), ("items_shuffle", "[{}]", "product 0,.*asin"),
+    ("items_shuffle", json.dumps([DRESS, SHIRT])[:-30], "broken"),
+    ("items_shuffle", "{}", "no JSON array"), ("items_shuffle", "[]", "no product"),
     ("items_shuffle", json.dumps([SHIRT, DRESS | {"small_description": 3}]), "product 1,"),
-    ("items_shuffle", json.dumps([DRESS | {"pricing": "$1.2.3"}]), "product 0,"),
-    ("items_shuffle", json.dumps([DRESS | {"pricing": "$" + "9" * 400}]), "product 0,"),
-    ("items_shuffle", json.dumps([SHIRT | {"category": None}]), "product 0,"),
-    ("items_shuffle", json.dumps([SHIRT | {"asin": "\ud800"}]), "product 0,"),
-    ("items_shuffle", json.dumps([DRESS | {"small_description": ["a", None]}]), "product 0,"),
     ("items_ins_v2", json.dumps({"B00DRESS01": {"attributes": None}}), "what the other files say"),
-    ("items_human_ins", json.dumps(GOAL_WITHOUT_OPTIONS), "what the other files say"),
-    ("items_ins_v2", "{", "items_ins_v2.json is broken"),
-    ("items_ins_v2", "[]", "no JSON object"),
-    ("items_human_ins", "x", "items_human_ins.json is broken")], ids=range(16))
+    ("items_human_ins", "x", "items_human_ins.json is broken")], ids=range(6))
 def test_broken_shop_data_is_named(tmp_path, name, text, says):
     data = write_catalogue(tmp_path / "shop")
     (tmp_path / "shop" / f"{name}.json").write_text(text)
@@ -581,18 +398,12 @@ def test_broken_shop_data_is_named(tmp_path, name, text, says):
     assert not [f for f in os.listdir(caches) if f.endswith(".new")]  # nothing half made is left
 
 
-def test_missing_shop_data_and_bytes_that_are_no_text_are_named(tmp_path, monkeypatch):
+def test_missing_shop_data_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("WEBSHOP_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match="WEBSHOP_DATA"):
         Shop()
     with pytest.raises(FileNotFoundError, match="items_shuffle_1000.json does not exist"):
         Shop(str(tmp_path))
-    data = write_catalogue(tmp_path / "shop")
-    (tmp_path / "shop" / "items_shuffle.json").write_bytes(b"[\xff\xfe")
-    with pytest.raises(ValueError, match="items_shuffle.json is broken"):
-        Shop(data)
-    caches = os.path.join(os.environ["XDG_CACHE_HOME"], "sapo")
-    assert not [f for f in os.listdir(caches) if f.endswith(".new")]
 
 
 def search_in(data, start):
@@ -623,32 +434,3 @@ def test_an_index_is_made_once_whoever_asks_and_whatever_was_left_behind(
     os.truncate(broken + "/products.jsonl", 0)
     with pytest.raises(ValueError, match="delete it"):
         Catalogue(shop_data)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_index_that_is_there_needs_no_right_to_write(shop_data, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = Catalogue(shop_data).folder
-    for path in (folder, os.path.dirname(folder)):
-        os.chmod(path, 0o555)
-    assert len(Goals(Catalogue(shop_data))) == 4
-    for path in (folder, os.path.dirname(folder)):
-        os.chmod(path, 0o755)
-
-
-def test_a_hundred_thousand_products(tmp_path, monkeypatch):
-    """The catalogue is read as a stream, its index is made once, and processes share it."""
-    folder = tmp_path / "shop"
-    write_catalogue(folder)
-    products = [DRESS, *map(filler, range(100_000)), DRESS]
-    with open(folder / "items_shuffle.json", "w") as file:
-        file.write("[" + ",\n".join(json.dumps(p) for p in products) + "]")
-    catalogue = Catalogue(str(folder))
-    assert len(catalogue) == 100_001 and len(catalogue.search("gadget")) == 50
-    assert catalogue.product(catalogue.search("thing 77777")[0])["asin"] == "B000077777"
-    monkeypatch.setattr(Catalogue, "build", lambda *_: pytest.fail("made again"))
-    again = Catalogue(str(folder))
-    assert again.search("summer dress") == catalogue.search("summer dress") == [0]
-    (folder / "items_human_ins.json").write_text("{ }  ")
-    with pytest.raises(pytest.fail.Exception):
-        Catalogue(str(folder))  # other files, another index

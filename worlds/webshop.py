@@ -13,7 +13,6 @@ because its scores are compared with ours; results/README.md lists the deliberat
 
 Nothing here knows of reinforcement learning. envs.WebShop makes an environment of a Shop.
 """
-import contextlib
 import difflib
 import fcntl
 import functools
@@ -31,6 +30,8 @@ from array import array
 from collections import Counter
 
 import numpy as np
+import regex  # the standard library's re does not know the Unicode properties of word boundaries
+from nltk.stem.porter import PorterStemmer
 from tqdm import tqdm
 
 STOPWORDS = set("""a an and are as at be but by for if in into is it no not of on or such that the
@@ -50,8 +51,6 @@ turquoise violet walnut wheat white wine yellow""".split()
 def tokenizer():
     """Lucene's StandardTokenizer: the word boundaries of Unicode's UAX #29. Of the pieces between
     them it keeps those with a letter, a digit, an ideograph or a pictograph."""
-    import regex  # the standard library's re does not know these Unicode properties
-
     marks = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*"  # these belong to the character before them
 
     def wb(*names):
@@ -72,76 +71,8 @@ def tokenizer():
                          r"|\p{Line_Break=Complex_Context}+", regex.V1)
 
 
-def suffix_table(pairs):
-    return dict(pair.split(":") for pair in pairs.split())
-
-
-# Porter's steps 2 to 4, as in Martin Porter's own later program: suffix -> its replacement.
-STEP_2 = suffix_table("""ational:ate tional:tion enci:ence anci:ance izer:ize bli:ble alli:al
-entli:ent eli:e ousli:ous ization:ize ation:ate ator:ate alism:al iveness:ive fulness:ful
-ousness:ous aliti:al iviti:ive biliti:ble logi:log""")
-STEP_3 = suffix_table("icate:ic ative: alize:al iciti:ic ical:ic ful: ness:")
-STEP_4 = suffix_table("""al: ance: ence: er: ic: able: ible: ant: ement: ment: ent: sion:s tion:t
-ou: ism: ate: iti: ous: ive: ize:""")
-STEPS = [(step, re.compile(f"^(.*?)({'|'.join(step)})$", re.S))
-         for step in (STEP_2, STEP_3, STEP_4)]
-CONSONANTS, VOWELS = "[^aeiou][^aeiouy]*", "[aeiouy][aeiou]*"  # a y after a consonant is a vowel
-MEASURE = re.compile(f"^(?:{CONSONANTS})?((?:{VOWELS}{CONSONANTS})*)(?:{VOWELS})?$", re.S)
-HAS_VOWEL = re.compile(f"^(?:{CONSONANTS})?[aeiouy]", re.S)
-SHORT = re.compile(f"^{CONSONANTS}[aeiouy][^aeiouwxy]$", re.S)
-
-
-def measure(stem):
-    """Porter's measure: the m in [C](VC)^m[V]."""
-    return len(re.findall(f"{VOWELS}{CONSONANTS}", MEASURE.match(stem)[1]))
-
-
-def without_plural(w):
-    if w.endswith(("sses", "ies")):
-        return w[:-2]
-    return w[:-1] if w.endswith("s") and not w.endswith("ss") else w
-
-
-def without_ed_and_ing(w):
-    if w.endswith("eed"):
-        return w[:-1] if measure(w[:-3]) else w
-    rest = w[:-2] if w.endswith("ed") else w[:-3]
-    if not w.endswith(("ed", "ing")) or not HAS_VOWEL.match(rest):
-        return w
-    if rest.endswith(("at", "bl", "iz")) or SHORT.match(rest):
-        return rest + "e"
-    return rest[:-1] if re.search(r"([^aeiouylsz])\1$", rest) else rest
-
-
-def without_suffixes(w):
-    """Steps 2 to 4. Step 4 measures a word with the letter that "sion" and "tion" leave behind."""
-    for step, ending in STEPS:
-        found = ending.match(w)
-        if found:
-            shorter = found[1] + step[found[2]]
-            if measure(shorter if step is STEP_4 else found[1]) >= (2 if step is STEP_4 else 1):
-                w = shorter
-    return w
-
-
-def without_last_e(w):
-    if w.endswith("e"):
-        m = measure(w[:-1])
-        if m > 1 or m == 1 and not SHORT.match(w[:-1]):
-            w = w[:-1]
-    return w[:-1] if w.endswith("ll") and measure(w) > 1 else w
-
-
-def stem(word):
-    """Porter's stemmer as Lucene has it."""
-    if len(word) < 3:
-        return word
-    w = "Y" + word[1:] if word[0] == "y" else word  # a y at the start is a consonant
-    w = without_ed_and_ing(without_plural(w))
-    if w.endswith("y") and HAS_VOWEL.match(w[:-1]):
-        w = w[:-1] + "i"
-    w = without_last_e(without_suffixes(w))
-    return "y" + w[1:] if word[0] == "y" else w
+# Lucene's: Martin Porter's own program, which differs from his paper in a few endings.
+stem = PorterStemmer(mode="MARTIN_EXTENSIONS").stem
 
 
 @functools.lru_cache(1 << 18)
@@ -286,14 +217,13 @@ class Catalogue:
     product(n)    a product as make_product has it
     search(text)  the numbers of the best products for a query
     N products:   asins; low, high: prices, high is NaN if there is one price only; synthetic,
-                  human: how many goals, -1 if there is no instruction; categories, queries:
-                  hashes; rank: the place in the order of asins; places (N + 1): offsets in
-                  products.jsonl; filled: how many products have a term
+                  human: how many goals, -1 if there is no instruction; rank: the place in the
+                  order of asins; places (N + 1): offsets in products.jsonl; filled: how many
+                  products have a term
     M terms:      keys: hashes, sorted; first (M + 1); term i occurs in the products
                   docs[first[i]:first[i + 1]], with the weights of the same places"""
 
-    ARRAYS = ("asins low high synthetic human categories queries places keys first docs weights "
-              "filled rank").split()
+    ARRAYS = "asins low high synthetic human places keys first docs weights filled rank".split()
 
     def __init__(self, data):
         self.files = data_files(data)
@@ -315,7 +245,7 @@ class Catalogue:
 
     def fingerprint(self):
         """Changes with the files, and with the version of what is kept."""
-        version = 2
+        version = 3
         stamps = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
                   for path in self.files if os.path.isfile(path)]
         return hashlib.sha256(json.dumps([version, stamps]).encode()).hexdigest()[:16]
@@ -399,7 +329,7 @@ class Catalogue:
                 lengths.append(count.total())
                 file.write(json.dumps(product).encode() + b"\n")
                 places.append(file.tell())
-        names = "asins", "low", "high", "synthetic", "human", "categories", "queries"
+        names = "asins", "low", "high", "synthetic", "human"
         arrays = dict(zip(names, map(np.array, zip(*facts))))
         rank = np.empty(len(places) - 1, np.uint32)
         rank[np.argsort(arrays["asins"], kind="stable")] = np.arange(len(rank))
@@ -412,8 +342,7 @@ def product_facts(product):
     """A product's row in the arrays of the catalogue."""
     goals = math.prod(map(len, product["options"].values())) if product["synthetic"] else -1
     low, high = (product["prices"] + [math.nan])[:2]
-    category, query = keys_of([product["category"], product["query"]])
-    return product["asin"].encode(), low, high, goals, len(product["human"]), category, query
+    return product["asin"].encode(), low, high, goals, len(product["human"])
 
 
 def postings(number, words, docs, times, lengths):
@@ -457,26 +386,13 @@ class Goals:
         if not isinstance(seed, int):
             raise ValueError(f"webshop: the goals' seed must be a whole number, got {seed!r}")
         self.catalogue, self.source = catalogue, source
-        drawn = self.stored(f"{catalogue.folder}/goals-{source}-{seed}.npz", random.Random(seed))
-        self.prices, self.products = drawn["prices"], drawn["products"]
-        self.parts, self.caps = drawn["parts"], drawn["caps"]
+        self.draw(random.Random(seed))
         if not len(self):
             raise ValueError(f"webshop: none of the products has {source} goals; there are "
                              "synthetic and human ones")
 
     def __len__(self):
         return len(self.products)
-
-    def stored(self, path, rng):
-        """The goals of a file, which is written at the first call."""
-        if os.path.isfile(path):
-            with np.load(path) as stored:
-                return dict(stored)
-        drawn = self.draw(rng)
-        with contextlib.suppress(OSError):  # without the right to write, every start draws them
-            np.savez(f"{path}.{os.getpid()}.npz", **drawn)
-            os.replace(f"{path}.{os.getpid()}.npz", path)
-        return drawn
 
     def draw(self, rng):
         """Prices, then price caps, from one stream of random numbers in the order of the products;
@@ -492,8 +408,8 @@ class Goals:
             caps.append(cap)
         order = list(range(len(products)))
         random.Random(233).shuffle(order)
-        return {"prices": prices, "products": np.array(products)[order],
-                "parts": np.array(parts)[order], "caps": np.array(caps)[order]}
+        self.prices, self.products = prices, np.array(products)[order]
+        self.parts, self.caps = np.array(parts)[order], np.array(caps)[order]
 
     def draw_caps(self, prices, rng):
         """Yields (product, part, price cap) of every goal. All option combinations of a product
@@ -658,7 +574,6 @@ SUBPAGES = ("description", "features", "reviews")
 BACK, PREV, NEXT = ("Back to Search", "button"), ("< Prev", "button"), ("Next >", "button")
 ITEM_BUTTONS = [(text, "button") for text in ("Description", "Features", "Reviews", "Buy Now")]
 RESERVED = {"search", "back to search", "< prev", "buy now", *SUBPAGES}  # no options
-INDENT = {"label": "  ", "link": "\n", "button": ""}
 
 
 def shop_command(action):
@@ -689,18 +604,15 @@ def without_brackets(text):
 
 
 class Shop:
-    """One visit at a time. `mode` is the original's: `text`, or `text_rich`, which marks what can
-    be clicked and what has been.
+    """One visit at a time, in the original's mode `text`.
 
     page: search, results, item, one of SUBPAGES or done. On results: keywords, page_number, hits
     (all products found), on_page (those shown). On an item: item (its number), options {name:
-    value}. visited: the products looked at since the last return to the search page."""
+    value}."""
 
-    def __init__(self, data=None, goals="synthetic", seed=0, mode="text"):
-        if mode not in ("text", "text_rich"):
-            raise ValueError(f"webshop: unknown mode {mode!r}; known: text, text_rich")
+    def __init__(self, data=None, goals="synthetic", seed=0):
         self.catalogue = catalogue_of(webshop_root(data))
-        self.goals, self.mode = goals_of(self.catalogue, goals, seed), mode
+        self.goals = goals_of(self.catalogue, goals, seed)
         nouns_of(self.catalogue.product(0))  # a missing table of nouns is then reported at once
 
     def enter(self, number):
@@ -708,7 +620,7 @@ class Shop:
         if not 0 <= number < len(self.goals):
             raise ValueError(f"webshop: no goal {number}; there are {len(self.goals)}, from 0")
         self.goal, self.target = self.goals[number], int(self.goals.products[number])
-        self.score, self.rng = 0.0, random.Random(number)
+        self.score = 0.0
         self.go_home()
 
     def act(self, command):
@@ -725,28 +637,14 @@ class Shop:
     # ---- what can be done
     def go_home(self):
         self.page, self.keywords, self.page_number = "search", [], 1
-        self.item, self.options, self.visited = None, {}, set()
+        self.item, self.options = None, {}
 
     def look_up(self, keywords, number):
         """Opens page `number` of a search's results."""
         self.page, self.keywords, self.page_number = "results", keywords, number
         self.item, self.options = None, {}
-        self.hits = self.find(keywords)
+        self.hits = self.catalogue.search(" ".join(keywords))
         self.on_page = self.hits[PER_PAGE * (number - 1):PER_PAGE * number]
-
-    def find(self, keywords):
-        """Products for a query, best first. The original's special first words are kept: <r> draws
-        fifty, <c> names a category, <q> a product's own query."""
-        first, *rest = keywords
-        if first == "<r>":
-            return self.rng.sample(range(len(self.catalogue)), min(50, len(self.catalogue)))
-        if first == "<c>":
-            key = keys_of([rest[0].strip() if rest else ""])
-            return np.flatnonzero(self.catalogue.categories == key).tolist()
-        if first == "<q>":
-            key = keys_of([" ".join(rest).strip()])
-            return np.flatnonzero(self.catalogue.queries == key).tolist()
-        return self.catalogue.search(" ".join(keywords))
 
     def click(self, x):
         """Follows a link, presses a button or chooses an option; `x` is one of the clickables."""
@@ -771,7 +669,6 @@ class Shop:
         else:
             asins = [self.catalogue.product(n)["asin"].lower() for n in self.on_page]
             self.page, self.item = "item", self.on_page[asins.index(x)]
-            self.visited.add(self.item)
 
     def buy(self):
         product, price = self.catalogue.product(self.item), self.goals.prices[self.item]
@@ -801,7 +698,8 @@ class Shop:
         if self.page == "search":
             return plain("WebShop", "Instruction: ", self.goal["text"]) + [("Search", "button")]
         if self.page == "done":
-            return self.receipt(self.catalogue.product(self.item))
+            return plain("Thank you for shopping with us!", "Reward",
+                         "Your score (min 0.0, max 1.0)", str(self.paid))
         top = plain("Instruction:", self.goal["text"]) + [BACK]
         if self.page == "results":
             return top + self.results()
@@ -826,36 +724,9 @@ class Shop:
         out += plain(product["title"], f"Price: {price_tag(product)}", "Rating: N.A.")
         return out + ITEM_BUTTONS
 
-    def receipt(self, product):
-        options = json.dumps(self.options, sort_keys=True)
-        for c in "<>&'":  # as Flask's JSON filter writes them
-            options = options.replace(c, f"\\u{ord(c):04x}")
-        return plain(
-            "Thank you for shopping with us!", "Your code: ", "None",
-            " (Paste it in your MTurk interface.)", "Purchased", "asin", product["asin"], "options",
-            options, "attrs", "None", "category", "None", "query", "None", "product category",
-            "None", "Target", "asin", "options", "attrs", "price upper", "instuction text",
-            "category", "product category", "query", "Goal ", "None", "Reward",
-            "Your score (min 0.0, max 1.0)", str(self.paid), "Reward Details ", "None")
-
     def observation(self):
-        nodes = [(shown, role) for text, role in self.nodes() if (shown := as_html_shows(text))]
-        if self.mode == "text":
-            return " [SEP] ".join(text.strip() for text, _ in nodes)
-        return self.rich_text(nodes)
-
-    def rich_text(self, nodes):
-        # An option counts as chosen if the page's address, query included, has it in quotes.
-        address = f"{'+'.join(self.keywords)}/{self.page_number}/{json.dumps(self.options)}"
-        visited = {self.catalogue.product(n)["asin"] for n in self.visited}
-        chosen, out = "", ""
-        for text, role in nodes:
-            clicked = role == "link" and text in visited
-            if role == "label" and f'"{text}"' in address:
-                clicked, chosen = True, f"You have clicked {text}.\n" + chosen
-            mark = "clicked button" if clicked else "button"
-            out += f"{INDENT[role]}[{mark}] {text} [{mark}_]\n" if role else f"{text}\n"
-        return chosen + out
+        shown = [as_html_shows(text) for text, _ in self.nodes()]
+        return " [SEP] ".join(text.strip() for text in shown if text)
 
     # ---- the expert
     def expert(self):
@@ -897,14 +768,13 @@ class Shop:
         """Commands from any page to the goal's product: through the results on the screen, or by
         the first query that finds it soonest. None if no query does."""
         link = [f"click[{product['asin'].lower()}]"]
-        if self.page == "results" and self.keywords[0] != "<r>" \
-                and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
+        if self.page == "results" and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
             pages = self.hits.index(self.target) // PER_PAGE + 1 - self.page_number
             return ["click[next >]"] * pages + link
         found = []  # (pages to turn, number of the query)
         queries = self.queries(product)
         for n, query in enumerate(queries):
-            hits = self.find(query.split(" "))
+            hits = self.catalogue.search(query)
             if self.target in hits:
                 found.append((hits.index(self.target) // PER_PAGE, n))
         if not found:
