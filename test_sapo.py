@@ -24,10 +24,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
-import weakref
 from collections import Counter
 from typing import NamedTuple
 from unittest import mock
@@ -48,13 +46,13 @@ import rollout as rollout_module
 import sapo
 import train
 from envs import Episode, Pool, make_env, parse_action, tasks, type_of
-from model import (Critic, actor_critic, entropy, is_tiny, load, locate, make_batch,
+from model import (Critic, actor_critic, entropy, load, make_batch,
                    readout_at_start, reserve_value_ids, restricted_log_softmax, value_readout)
 from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
-from machine import fast, ranks, runs
+from machine import fast, ranks
 from machine.test_runs import checkpoints
 from tools.imitate import random_tiny
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
@@ -690,11 +688,6 @@ def test_expert_wins_every_house_in_time_and_only_its_last_step_pays(split, opti
     assert categories == set(envs.CATEGORIES)
 
 
-def test_random_policy_hardly_ever_wins():
-    env = make_env("house")
-    assert sum(wander(env, task, 0)[-1][1][2] for task in tasks("house", "train")[:300]) < 15
-
-
 def test_train_and_test_share_neither_ids_nor_rooms():
     env, rooms = make_env("house"), {}
     for split, size in envs.SIZES.items():
@@ -798,12 +791,6 @@ def test_house_has_the_commands_and_sentences_of_alfworld():
 def test_what_does_not_exist_is_refused_with_a_word_on_what_does(call, says):
     with pytest.raises(ValueError, match=says):
         call()
-
-
-def test_options_that_are_nobodys_are_refused():
-    for name in ("house", "alfworld", "webshop"):
-        with pytest.raises(TypeError, match="palces"):
-            tasks(name, "train", palces=5)
 
 
 # ---------------------------------------------------------------------- prompts and the parser
@@ -939,18 +926,6 @@ def test_a_pool_answers_the_same_with_any_number_of_workers(games, workers):
             assert side_by_side(pool, ids[::order]) == said
 
 
-def test_a_game_that_a_group_will_play_is_loaded_for_each(games):
-    ids, said = games
-    with a_pool(2) as pool:
-        pool.load([ids[0]] * 3 + [ids[1]])
-        pool.load([ids[0]] * 2)  # known already
-        assert {task: len(at) for task, at in pool.loading.items()} == {ids[0]: 3, ids[1]: 1}
-        for key in range(4):
-            pool.start(key, ids[0])
-        assert pool.gather(range(4)) == said[ids[0]][:1] * 4 and not pool.loading[ids[0]]
-        assert Counter(pool.games[key].worker for key in range(3)) == {0: 2, 1: 1}
-
-
 def test_killed_workers_go_unnoticed(games):
     with a_pool(2) as pool:
         born = [p.pid for p in pool.procs]
@@ -998,20 +973,6 @@ def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
         pool.step("a", "look")
         pool.drop("a")  # with an answer under way
         assert side_by_side(pool, ids) == said
-
-
-def test_the_key_of_a_dropped_game_can_be_used_again(games):
-    with a_pool(1) as pool:
-        pool.start("a", games[0][0])
-        pool.drop("a")
-        pool.start("a", games[0][1])
-        assert pool.gather(["a"]) == games[1][games[0][1]][:1]
-
-
-def test_what_is_over_is_not_played_again(games):
-    with a_pool(1) as pool:
-        side_by_side(pool, games[0])
-        assert not pool.games and not pool.key_of and not pool.answers
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -1065,50 +1026,6 @@ def test_a_small_game_in_the_real_engine(small_game):
     assert len({pattern_of(*said) for seed in (0, 1) for said in wander(env, TRIAL, seed)}) > 5
     with pytest.raises(ValueError, match="no game .*trial_T2"):
         env.reset(TRIAL[:-1] + "2")
-
-
-@needs_package
-def test_the_walkthrough_ends_where_something_else_was_done(small_game):
-    env = make_env("alfworld", data=small_game)
-    env.reset(TRIAL)
-    plan = env.expert()
-    env.step("take mug 1 from sofa 1")
-    assert env.expert() == plan  # nothing happened
-    env.step(" go to desk 1 ")
-    assert env.expert() is None
-
-
-@needs_games
-@needs_package
-def test_a_growing_conversation_is_read_in_a_quarter_of_the_tokens():
-    """SmolLM2's tokenizer counts 0.16 to 0.22 in place of the tiny model's 0.20 to 0.27."""
-    lm, count = random_tiny(), {"window": 0, "full": 0}
-    for task in tasks("alfworld", "train")[::700]:
-        env = make_env("alfworld")
-        obs, info = env.reset(task)
-        episode, rng = Episode(obs, info), random.Random(task)
-        for turn in range(40):
-            encode = lm.chat.later if turn else lm.chat.first
-            count["window"] += len(lm.chat.first(episode.window_prompt()))
-            count["full"] += len(encode(episode.full_prompt()))
-            command = rng.choice(info["admissible"])
-            obs, *_, info = env.step(command)
-            episode.took(command, obs, info)
-    assert count["full"] < 0.28 * count["window"]
-
-
-@needs_games
-@needs_package
-def test_a_killed_worker_costs_a_real_rollout_nothing_but_time():
-    lm, ids = random_model("qwen2", 1), tasks("alfworld", "train")[100:103]
-    turns = []
-    for killing in (False, True):
-        with contextlib.closing(Pool("alfworld", {"horizon": 6}, 2)) as pool:
-            if killing:
-                kill_now_and_then(pool, {9, 16})
-            sampler = Sampler(lm, "kv", "window", 9, max_prompt=4096)
-            turns.append(rollout(sampler, ids, pool, seed=(1,)))
-    assert turns[0] == turns[1] and len(turns[0]) == 18
 
 
 def test_missing_games_and_a_missing_package_say_what_to_do(tmp_path, monkeypatch):
@@ -1827,39 +1744,6 @@ def test_an_empty_response_is_an_invalid_turn_of_one_token():
     assert all(t.invalid and t.action == "" and len(t.action_ids) == 1 for t in empty)
 
 
-def test_the_tiny_tokenizer_takes_any_string_and_survives_saving(tmp_path):
-    lm = random_tiny()
-    encode = lambda text: lm.tokenizer(text, add_special_tokens=False).input_ids
-    text = "take apple 1 from cabinet 12 </action> Zebra #7 é 😀 \n <|end|>x"
-    ids = encode(text)
-    assert lm.tokenizer.convert_ids_to_tokens(ids)[:3] == ["take", "apple 1", "from"]
-    for said in ("<think> take zebra </think> <action> take zebra 12 from cabinet 37 </action>",
-                 "go to toiletpaperhanger 1"):
-        assert lm.text(encode(said)) == said  # words it does not know can be said as well
-    assert max(ids) < len(lm.tokenizer) and not set(ids) & set(lm.value_ids)
-    lm.save(tmp_path)
-    again = load(str(tmp_path))
-    assert (again.value_ids, again.stop_ids) == (lm.value_ids, lm.stop_ids)
-    assert again.chat.first(text) == lm.chat.first(text)
-    torch.testing.assert_close(again.model.lm_head.weight, lm.model.lm_head.weight)
-    sixteen = random_tiny(dtype=torch.bfloat16).model
-    assert {p.dtype for p in sixteen.parameters()} == {torch.bfloat16}
-    # RoPE's frequencies keep all their digits.
-    assert torch.equal(sixteen.model.rotary_emb.inv_freq, lm.model.model.rotary_emb.inv_freq)
-    one = random_tiny(1)
-    assert not torch.equal(one.model.lm_head.weight, lm.model.lm_head.weight)
-    assert readout_at_start(lm, lm.chat.first("hello")) == (0.0, 0.0)
-
-
-def test_a_folder_of_a_tiny_model_is_known_as_one(tmp_path):
-    random_tiny().save(tmp_path / "tiny")
-    random_model("qwen2", 1).save(tmp_path / "other")
-    for name in ("tiny", str(tmp_path / "tiny"), TINY_HOUSE):
-        assert is_tiny(name)
-    for name in ("Qwen2.5-1.5B-Instruct", str(tmp_path / "other"), str(tmp_path)):
-        assert not is_tiny(name)
-
-
 def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
     lm = random_tiny()
     tokenizer, stops, size = lm.tokenizer, lm.stop_ids, len(lm.tokenizer)
@@ -2365,20 +2249,6 @@ def test_a_critics_loss_is_clipped_and_a_mean(tmp_path, algo, axis):
     assert info["loss_critic"] == pytest.approx(value_by_loop(*columns, 0.04), rel=1e-4)
 
 
-def test_recomputed_activations_change_no_gradient_of_policy_or_critic(tmp_path, unclipped):
-    found, calls = [], []
-    for flags in ((), ("--checkpointing",)):
-        lm = train.fitted(random_model("qwen2", 1), small_config(tmp_path, *flags))
-        case = prepared(tmp_path, "--algo", "ppo", *flags, lm=lm)
-        for body in (lm.model.base_model, case.learner.critic.body):
-            body.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-        case.step()
-        found.append(torch.cat([gradient(lm.model), gradient(case.learner.critic)]))
-        assert not lm.model.training
-    assert len(calls) == (2 + 4) * len(case.batches[0])  # once more in a backward pass
-    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
-
-
 # ---- whole runs
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -2850,30 +2720,6 @@ def test_a_run_of_several_ranks_evaluates_what_one_does(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_temperature_that_is_nearly_zero_is_greedy(tmp_path, monkeypatch):
-    said = []
-    for temperature in ("0", "1e-45"):
-        run_main(evaluation, monkeypatch, "--model", TINY_HOUSE, "--limit", 2, "--horizon", 3,
-                 "--temperature", temperature, "--out", tmp_path / "x.json")
-        said.append((tmp_path / "x.jsonl").read_text())
-    assert said[0] == said[1]
-
-
-def test_an_evaluation_leaves_no_sampler_in_memory(tmp_path, monkeypatch):
-    config, lm, made = small_config(tmp_path), random_model("qwen2", 1), []
-    sampler_for = evaluation.sampler_for
-
-    def made_for(*about):
-        sampler = sampler_for(*about)
-        made.append(weakref.ref(sampler))
-        return sampler
-
-    monkeypatch.setattr(evaluation, "sampler_for", made_for)
-    with contextlib.closing(Pool("house", {"horizon": 3})) as pool:
-        evaluation.of_run(lm, pool, config)
-    assert len(made) == 2 and not any(sampler() for sampler in made)
-
-
 def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
     those after iteration 2. What is trained does not notice. Elsewhere than in a terminal an
@@ -2979,27 +2825,6 @@ def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
         run_main(evaluation, monkeypatch, "--table", tmp_path / "torn")
     with pytest.raises(ValueError, match="sapo-7"):  # one seed twice
         evaluation.group_runs([*runs, a_run(tmp_path / "sapo-7", 0.5, 1, seed=1)])
-
-
-def test_the_newest_checkpoint_of_a_run(tmp_path):
-    assert runs.newest_checkpoint(tmp_path) is None
-    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-11.tmp", "checkpoint-x", "final"):
-        (tmp_path / name).mkdir()
-    assert runs.newest_checkpoint(str(tmp_path)) == tmp_path / "checkpoint-10"
-
-
-def test_a_runs_final_model_and_settings_are_evaluated(tmp_path, monkeypatch, capsys):
-    random_tiny().save(tmp_path / "checkpoint-3")
-    config = {"env": "house", "horizon": 2, "max_new": 4, "history": 1, "out": "elsewhere"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run_main(evaluation, monkeypatch, "--model", tmp_path, "--limit", 2)  # the newest checkpoint
-    assert f"wrote {tmp_path}/eval-test.json" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "eval-test.jsonl").read_text().splitlines()]
-    assert [r["turns"] for r in lines] == [2, 2] and not os.path.exists("elsewhere")
-    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "final")
-    shutil.rmtree(tmp_path / "checkpoint-3")
-    run_main(evaluation, monkeypatch, "--model", tmp_path, "--limit", 1, "--horizon", 1)
-    assert len(json.loads((tmp_path / "eval-test.jsonl").read_text())["actions"]) == 1
 
 
 @pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="ALFWORLD_DATA names no games")

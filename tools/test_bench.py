@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-import types
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 
@@ -105,29 +104,6 @@ def test_ppo_beside_sapo(monkeypatch, capsys, tmp_path):
     assert float(kept[1]) == pytest.approx(5 / 9, abs=2e-3)  # weights, gradients, moments, ...
     run_main(bench, monkeypatch, "plot", tmp_path, tmp_path, "--out", tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 5000
-
-
-def test_what_is_compared_shares_what_is_not_the_critic():
-    config = train.parse_config(["--tasks", "2"])
-    learners = bench.learners_for(bench.random_model("tiny", torch.float32), config, ppo=True)
-    assert learners["ppo"].optimizers[""] is learners["sapo"].optimizers[""]
-    assert learners["ppo"].reference is learners["sapo"].reference
-    assert isinstance(learners["ppo"], train.PPO) and not learners["sapo"].critic
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_invented_trajectories_have_the_sizes_asked_for(context):
-    config = train.parse_config(["--tasks", "4", "--max_new", "12", "--context", context])
-    sampler = bench.talker(bench.random_model("tiny", torch.float32), config, 3)
-    args = types.SimpleNamespace(turns=3, prompt=20)
-    turns = bench.invent(sampler, config, args)
-    assert [(t.traj, t.turn) for t in turns] == [(i, n) for i in range(4) for n in range(3)]
-    assert [t.done for t in turns] == [False, False, True] * 4
-    assert [t.reward for t in turns if t.done] == [0.0, 10.0, 0.0, 10.0]
-    longer = [t for t in turns if context == "full" and t.turn > 0]
-    assert all(len(t.prompt_ids) == 4 for t in longer)
-    assert all(10 <= len(t.prompt_ids) <= 30 for t in turns if t not in longer)
-    assert all(1 <= len(t.action_ids) == len(t.logp) <= 12 for t in turns)
 
 
 def test_both_engines_say_the_same_and_hf_has_a_pass_more(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from eval import COLORS, Mean, draw, group_runs
+from eval import Mean, group_runs
 from tools import compare
 
 
@@ -85,9 +85,3 @@ def test_a_picture_of_finished_runs(folders, tmp_path, monkeypatch, capsys):
     assert picture.stat().st_size > 10000
     said = capsys.readouterr()
     assert f"wrote {picture}" in said.out and "left out" in said.err
-
-
-def test_a_picture_has_at_most_a_colour_for_each_row(folders, tmp_path):
-    runs = group_runs(folders)["with"]
-    with pytest.raises(ValueError, match="at most 8"):
-        draw({str(n): runs for n in range(len(COLORS) + 1)}, None, (), tmp_path / "x.png", "", "")

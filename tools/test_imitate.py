@@ -27,14 +27,6 @@ def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
             assert sum(losses) > 0.8 * len(losses) > 0
 
 
-def test_a_demonstration_depends_on_nothing_played_before():
-    env = make_env("house", horizon=12)
-    ids = tasks("house", "test")[:7]
-    fresh = [demonstrate(make_env("house", horizon=12), t, 0, 0.5, 0.3) for t in ids]
-    assert [demonstrate(env, t, 0, 0.5, 0.3) for t in ids] == fresh
-    assert [demonstrate(env, t, 0, 0.5, 0.3) for t in ids[::-1]] == fresh[::-1]
-
-
 @needs_package
 def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
     env = AlfWorldDemonstrator(data=small_game)
@@ -57,30 +49,6 @@ def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
     assert slips > 20
     forgetful = demonstrate(env, TRIAL, 0, forget=1.0)  # there is nothing to forget in this task
     assert [t[2:4] for t in forgetful] == [t[2:4] for t in demonstrate(env, TRIAL, 0)]
-
-
-def test_the_demonstrator_sees_what_has_been_undone():
-    env = AlfWorldDemonstrator.__new__(AlfWorldDemonstrator)  # no game is needed for this
-    env.goal, env.verb = ["mug", "desk"], "cool"
-    heat, cool = "heat mug 1 with microwave 1", "cool mug 1 with fridge 1"
-    put, take = "move mug 1 to desk 1", "take mug 1 from desk 1"
-    elsewhere = "move mug 1 to bed 1"
-    for played, treated, placed in (
-            ([], False, 0), ([heat, put], False, 1), ([cool], True, 0),
-            ([heat, cool, put], True, 1), ([cool, heat], False, 0), ([cool, put, take], True, 0),
-            ([put, take, elsewhere], False, 0), ([cool, put, take, put], True, 1)):
-        env.played = played
-        assert (env.treated("mug 1"), env.placed(any_state=True)) == (treated, placed)
-        assert not env.treated("mug 2")
-    env.verb, env.played = "clean", ["clean mug 1 with sinkbasin 1", heat]
-    assert env.treated("mug 1")  # and stays clean
-    env.verb, env.category, env.played = None, "pick_and_place_simple", ["go to bed 1"]
-    env.places = ["bed 1", "bed 2", "desk 1", "desk 2"]
-    for offered, wise in (("take mug 1 from bed 2", "take mug 1 from bed 2"),
-                          ("take mug 1 from desk 2", "go to desk 1"),
-                          ("take pen 1 from bed 1", "go to desk 1")):
-        env.offered = {offered, "go to desk 1"}  # bed 2 is at the spot of bed 1
-        assert env.advice() == ("find mug", wise)
 
 
 def test_imitation_is_cross_entropy_of_the_responses_and_a_little_of_the_rest():
@@ -150,15 +118,6 @@ def test_it_ends_when_nearly_all_actions_are_admissible(monkeypatch):
     config, flags = imitate.parse(["--steps", "900", "--until", "0.985"])
     imitate.imitate(random_tiny(), None, config, flags)
     assert asked == [(context, step, 64) for step in (199, 399) for context in ("window", "full")]
-
-
-def test_the_share_of_admissible_actions():
-    config, _ = imitate.parse(["--horizon", "3"])
-    lm, pool = load("tiny"), envs.Pool("house", {"horizon": 3})
-    games = envs.tasks("house", "train")[:3]
-    share = imitate.admissible_share(random_tiny(), pool, games, "window", 0, config)
-    assert 0 <= share < 0.5
-    assert imitate.admissible_share(lm, pool, games, "full", 0, config) > 0.7
 
 
 def test_settings_of_an_imitation(monkeypatch):

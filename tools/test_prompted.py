@@ -174,14 +174,3 @@ def test_what_an_endpoint_refuses_is_said_in_one_line(endpoint, monkeypatch):
     assert ask.ask("hi") == ""
     with pytest.raises(ValueError, match="begins with http://"):
         Endpoint("localhost:8000/v1", "gpt", 0, 9)
-
-
-@pytest.mark.parametrize("style, trials", [("react", 1), ("reflexion", 3)])
-def test_a_prompted_local_model_repeats_itself(tmp_path, monkeypatch, style, trials):
-    """Whatever is played beside a game, and in every attempt anew."""
-    for rows in (2, 3):
-        run_main(prompted, monkeypatch, "--model", "tiny", "--prompt", style, "--limit", 3,
-                 "--horizon", 3, "--max_new", 6, "--rows", rows, "--temperature", 1, "--out",
-                 tmp_path / f"{rows}.json")
-    two, three = ((tmp_path / f"{rows}.jsonl").read_text().splitlines() for rows in (2, 3))
-    assert two == three and len(two) == 3 * trials
