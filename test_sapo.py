@@ -1079,8 +1079,8 @@ def test_the_shop_follows_the_protocol(shop_data):
     assert env.expert() is None and env.advice() is None
 
 
-@pytest.mark.parametrize("action", ["", "look", "search[]", "Click[search]", "search[dress] click[x]",
-                                    "click[search]", "click[b00dress01 ]", "se\narch[x]"])
+@pytest.mark.parametrize("action", ["", "look", "search[]", "Click[search]", "click[search]",
+                                    "search[dress] click[x]", "click[b00dress01 ]", "se\narch[x]"])
 def test_what_the_shop_cannot_use_changes_nothing_on_any_page(shop_data, action):
     env = make_env("webshop", data=shop_data)
     before = env.reset(0)

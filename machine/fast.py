@@ -21,7 +21,7 @@ def compiled(eager, fast=None):
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would give up silently
     torch._inductor.config.triton.mix_order_reduction = False  # it spills, and plans for sizes
-    torch.fx.experimental._config.use_duck_shape = False  # sizes that agree once need not agree again
+    torch.fx.experimental._config.use_duck_shape = False  # sizes may agree by chance
     torch._functorch.config.force_non_lazy_backward_lowering = True  # else backward() would fail
     use = [fast or torch.compile(eager, dynamic=True)]
 

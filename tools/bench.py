@@ -2,7 +2,6 @@
 
     python tools/bench.py sampler              both engines side by side on random prompts
     python tools/bench.py iteration [--ppo]    seconds of an iteration by phase, PPO beside SAPO
-    python tools/bench.py update               scoring and micro-batching beside the plain ways
     python tools/bench.py envs                 loading, resets and steps of an environment
     python tools/bench.py plot RUN...          a picture of what `iteration --out RUN` measured
 
@@ -21,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
@@ -32,7 +30,7 @@ import eval as evaluation
 import train
 from machine import cli, runs
 from machine.ranks import shares_of_ranks
-from model import actor_critic, load, locate, make_batch, micro_batches, restricted_log_softmax
+from model import actor_critic, load, locate
 from rollout import Sampler, Turn
 from tools.imitate import random_tiny, tiny_tokenizer, words
 from worlds.textworld import shortcuts
@@ -229,29 +227,11 @@ def print_race(lm, args, prompts, found):
               f"{prefill / first / PEAK:.1%}")
 
 
-# ------------------------------------------------------------------------- iteration and update
+# ---------------------------------------------------------------------------------- an iteration
 
 # The phases of an iteration, and how many forward passes each is worth.
 PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
 HATCHES = "", "//", "\\\\", "..", "", "xx"  # so that a picture can be read in grey too
-TRAJECTORIES = {
-    "turns": (int, 50, "turns of a trajectory"),
-    "prompt": (int, 500, "mean length of a prompt in tokens"),
-    "response": (int, 100, "mean length of a response in tokens"),
-    "repeats": (int, 3, "rounds")}
-
-
-def settings(parser, argv):
-    """Flags -> args, the Config of the others, and the model with random weights. args.keep:
-    whether --out was given."""
-    args, rest = parser.parse_known_args(argv)
-    args.keep = any(word.split("=")[0] == "--out" for word in rest)
-    config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
-    print(f"building {config.model} with random weights", flush=True)
-    lm = random_model(config.model, getattr(torch, config.dtype), config.seed)
-    return args, config, train.fitted(described(lm, config.model, config.dtype), config)
-
-
 def talker(lm, config, mean):
     """A sampler whose responses are `mean` tokens long on average, because random weights say every
     word equally often and one word in so many ends a response."""
@@ -317,9 +297,17 @@ def learners_for(lm, config, ppo):
 
 
 def iteration_main(argv):
-    parser = Parser("iteration", "Seconds of an iteration by phase. It takes train.py's flags too.",
-                    TRAJECTORIES | {"ppo": (bool, False, "PPO beside it, on the same turns")})
-    args, config, lm = settings(parser, argv)
+    parser = Parser("iteration", "Seconds of its phases. It takes train.py's flags too.", {
+        "turns": (int, 50, "turns of a trajectory"),
+        "prompt": (int, 500, "mean length of a prompt in tokens"),
+        "response": (int, 100, "mean length of a response in tokens"),
+        "repeats": (int, 3, "rounds"),
+        "ppo": (bool, False, "PPO beside it, on the same turns")})
+    args, rest = parser.parse_known_args(argv)
+    config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
+    print(f"building {config.model} with random weights", flush=True)
+    lm = random_model(config.model, getattr(torch, config.dtype), config.seed)
+    lm = train.fitted(described(lm, config.model, config.dtype), config)
     learners, sampler = learners_for(lm, config, args.ppo), talker(lm, config, args.response)
     laps, off = {algo: [] for algo in learners}, []
     for n in tqdm(range(args.repeats + 1), desc="iterations", leave=False):
@@ -336,7 +324,7 @@ def iteration_main(argv):
     print_memory(lm, learners, runs.peak_memory())
     fresh = off[::len(learners)]  # of those that learned first, before the policy had moved
     print(f"log-probs of sampler and trainer differ by {np.median(fresh):.2g} on average")
-    if args.keep:
+    if any(word.split("=")[0] == "--out" for word in rest):
         os.makedirs(config.out, exist_ok=True)
         runs.write_file(f"{config.out}/bench.json", json.dumps(
             {"model": config.model, "context": config.context, "old": config.old,
@@ -383,77 +371,6 @@ def print_memory(lm, learners, peak):
     print("what training keeps, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")
-
-
-def chunked(lm, batch):
-    return lm.score(batch).logp.sum()
-
-
-def all_logits(lm, batch):
-    logits = lm.model(input_ids=batch.ids, use_cache=False).logits.float()
-    logp = restricted_log_softmax(logits, lm.value_index)
-    token = batch.ids[batch.token_row, batch.token_col]
-    return logp[batch.token_row, batch.token_col - 1].gather(1, token[:, None]).sum()
-
-
-def body_alone(lm, batch):
-    return lm.body(batch.ids).sum()
-
-
-def forward_backward(lm, batches, loss_of):
-    """-> seconds, and the sum of the losses."""
-    lm.model.zero_grad(set_to_none=False)
-    began, total = now(), 0.0
-    for batch in batches:
-        loss = loss_of(lm, batch)
-        loss.backward()
-        total += loss.item()
-    return now() - began, total
-
-
-def padded_alike(lm, samples, budget):
-    """Batches in the order of the samples, all padded to the longest one."""
-    longest = max(len(ids) for ids, _ in samples)
-    each, batches = max(1, budget // longest), []
-    for i in range(0, len(samples), each):
-        batch = make_batch(samples[i:i + each]).to(lm.device)
-        batches.append(batch._replace(ids=F.pad(batch.ids, (0, longest - batch.ids.shape[1]))))
-    return batches
-
-
-def update_main(argv):
-    parser = Parser("update", "Forward and backward: response positions in chunks beside all "
-                    "logits, sorted micro-batches beside padding alike. It takes train.py's flags "
-                    "too.", TRAJECTORIES)
-    args, config, lm = settings(parser, argv)
-    turns = invent(talker(lm, config, args.response), config, args)
-    samples = [sample[:2] for sample in train.make_samples(turns, config.context)[:256]]
-    longest, budget = max(len(ids) for ids, _ in samples), config.tokens_per_micro_batch
-    lm.model.train(config.checkpointing)  # as in an update
-    if torch.cuda.is_available():
-        whole, peaks = make_batch(samples[:max(1, budget // longest)]).to(lm.device), []
-        for loss_of in (body_alone, body_alone, chunked):  # the first one makes the gradients
-            torch.cuda.reset_peak_memory_stats()
-            forward_backward(lm, [whole], loss_of)
-            peaks.append(runs.peak_memory())
-        print(f"the loss of a micro-batch of {whole.ids.numel()} tokens takes "
-              f"{peaks[2] - peaks[1]:.2f} GB beside its body's {peaks[1]:.2f}")
-    few = samples[:max(1, min(8192, budget) // longest)]  # all logits of more would not fit
-    some = [make_batch(few).to(lm.device)]
-    tidy = [make_batch(group).to(lm.device) for group in micro_batches(samples, budget)]
-    compare(lm, "response positions in chunks, against all logits", (some, all_logits),
-            (some, chunked), args.repeats)
-    compare(lm, "sorted micro-batches by tokens, against padding alike",
-            (padded_alike(lm, samples, budget), chunked), (tidy, chunked), args.repeats)
-
-
-def compare(lm, title, plain, ours, repeats):
-    """plain, ours: (batches, loss_of)."""
-    rounds = [(forward_backward(lm, *plain), forward_backward(lm, *ours))
-              for _ in tqdm(range(repeats + 1), desc=title, leave=False)][1:]
-    ratio = np.median([theirs[0] / mine[0] for theirs, mine in rounds])
-    print(f"{title}: {ratio:.2f} times as fast; summed log-prob {rounds[0][0][1]:.4f} and "
-          f"{rounds[0][1][1]:.4f}")
 
 
 def plot_main(argv):
@@ -549,8 +466,8 @@ def envs_main(argv):
     bench_env(args.env, options | {"horizon": args.steps}, games, args.steps)
 
 
-COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "update": update_main,
-            "envs": envs_main, "plot": plot_main}
+COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "envs": envs_main,
+            "plot": plot_main}
 
 
 def main():

@@ -35,8 +35,6 @@ step sapo-ppo python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 
 step sapo-ppo-rollout python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
     --old rollout --out runs/gpu/sapo-ppo-rollout
 step whole python $iteration --model Qwen2.5-1.5B --repeats 1 --out runs/gpu/whole
-step loss python tools/bench.py update --model Qwen2.5-1.5B --tasks 8 --repeats 2 --checkpointing \
-    --tokens_per_micro_batch 32768  # the memory of the loss
 step 7b python tools/bench.py iteration --model Qwen2.5-7B --tasks 4 --repeats 1 --checkpointing \
     --moments bfloat16 --out runs/gpu/7b
 

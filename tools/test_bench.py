@@ -80,15 +80,6 @@ def test_an_iteration_prints_the_runtime_table(monkeypatch, capsys, context):
     assert "3 trajectories of 2 turns" in said and "values" not in said
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_the_update_is_compared_with_the_plain_ways(monkeypatch, capsys, context):
-    run_main(bench, monkeypatch, "update", *SMALL, "--repeats", 1, "--context", context)
-    sums = re.findall(r"times as fast; summed log-prob (\S+) and (\S+)$", capsys.readouterr().out,
-                      re.M)
-    assert len(sums) == 2  # two ways of computing the same
-    assert all(float(a) == pytest.approx(float(b), rel=1e-4) for a, b in sums)
-
-
 def test_ppo_beside_sapo(monkeypatch, capsys, tmp_path):
     run_main(bench, monkeypatch, "iteration", "--ppo", *SMALL, "--repeats", 2, "--out", tmp_path)
     said = capsys.readouterr().out
@@ -122,7 +113,7 @@ def test_an_environment_is_measured(monkeypatch, capsys):
 @pytest.mark.parametrize("argv, complaint", [
     (["races"], "known: sampler, iteration"), (["envs", "--env", "attic"], "known: house"),
     (["sampler", "--model", "nothing"], "cannot load"), (["sampler", "--hue", "red"], "--hue"),
-    (["update", "--response", 10 ** 6], "words of this model"),
+    (["iteration", "--response", 10 ** 6], "words of this model"),
     (["iteration", "--prompt", 9000], "raise --max_prompt")])
 def test_impossible_measurements_get_one_line(monkeypatch, argv, complaint):
     with pytest.raises(SystemExit) as stop:
