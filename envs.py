@@ -424,14 +424,14 @@ class House(Seeker, Env):
 class AlfWorld(Env):
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
-    the engine's own. `stock` leaves TextWorld as it is, some twenty times slower a step."""
+    the engine's own."""
 
     flags, held_out, categories = ("data", "horizon"), ("valid_seen", 140), CATEGORIES
     CHANGES = set("go open close take move clean heat cool use slice".split())  # others only look
 
-    def __init__(self, data=None, horizon=None, stock=False):
+    def __init__(self, data=None, horizon=None):
         super().__init__(horizon)
-        self.root, self.engine = alfworld_root(data), Engine(stock)
+        self.root, self.engine = alfworld_root(data), Engine()
 
     def tasks(self, split):
         return game_folders(self.root, split)
@@ -833,40 +833,30 @@ class Pool:
 
 # ------------------------------------------------------------------------------- command line
 
-def play_by_hand(env, task):
-    """A person plays. An empty line takes the expert's next command."""
-    obs, info = env.reset(task)
-    print(obs.strip())
-    over = False
-    while not over:
-        print("\nCommands: " + quoted(info["admissible"]))
+def play_by_hand(env):
+    """A person plays a game. An empty line takes the expert's next command."""
+    obs, info = env.reset(env.tasks("train")[0])
+    terminated = truncated = False
+    while not (terminated or truncated):
+        print(obs.strip() + "\n\nCommands: " + quoted(info["admissible"]))
         action = input("> ").strip().lower()
         if not action:
             plan = env.expert()
             action = (plan or info["admissible"])[0]
             print(f"(the expert{'' if plan else ' knows no way to win'}: {action})")
         obs, reward, terminated, truncated, info = env.step(action)
-        over = terminated or truncated
-        print(obs.strip())
     outcome = "Won" if info["won"] else "Over" if terminated else "Out of time"
-    print(f"\n{outcome}: reward {reward:g}, score {info['score']:.3g}")
+    print(f"{obs.strip()}\n\n{outcome}: reward {reward:g}, score {info['score']:.3g}")
 
 
 def main():
     parser = argparse.ArgumentParser(description="Play an episode by hand.", allow_abbrev=False)
-    add = parser.add_argument
-    add("--env", default="house")
-    add("--split", default="train")
-    add("--task", type=int, default=0, help="which game of the split")
-    add("--data", help="the folder that holds alfworld's json_2.1.1, or webshop's catalogue")
+    parser.add_argument("--env", default="house")
+    parser.add_argument("--data", help="the folder of alfworld's json_2.1.1, or of webshop's files")
     args = parser.parse_args()
     try:
-        options = options_for(vars(args))
-        games = tasks(args.env, args.split, **options)
-        if not 0 <= args.task < len(games):
-            raise ValueError(f"--task must be from 0 to {len(games) - 1}")
-        play_by_hand(make_env(args.env, **options), games[args.task])
-    except (ValueError, OSError, ImportError, GameError) as error:
+        play_by_hand(make_env(args.env, **options_for(vars(args))))
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"envs.py: {error}")
     except (EOFError, KeyboardInterrupt):
         print()

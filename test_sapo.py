@@ -2057,7 +2057,7 @@ def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, 
     for m in (m for mini in case.batches for m in mini):
         mine = turns[n:n + len(m.batch.start)]
         said = [i for t in mine for i in t.action_ids]
-        assert m.batch.ids[m.batch.row, m.batch.col].tolist() == said
+        assert m.batch.ids[m.batch.token_row, m.batch.token_col].tolist() == said
         assert m.batch.ids.numel() <= max(500, m.batch.ids.shape[1])
         assert m.tokens == slice(tokens, tokens + len(said))
         assert m.turns == slice(n, n + len(mine))

@@ -33,7 +33,6 @@ from machine.ranks import shares_of_ranks
 from model import actor_critic, load, locate
 from rollout import Sampler, Turn
 from tools.imitate import random_tiny, tiny_tokenizer, words
-from worlds.textworld import shortcuts
 
 # --------------------------------------------------------------------- models and what they cost
 
@@ -410,60 +409,37 @@ def random_command(rng, info):
 
 
 def wander(env, task, steps):
-    """A reset and random steps, one in ten of which the game cannot use -> the answers, the seconds
-    of the reset, the seconds of each step."""
+    """A reset and random steps, one in ten of which the game cannot use -> the seconds of the reset
+    and of each step."""
     rng, began = random.Random(task), time.perf_counter()
-    obs, info = env.reset(task)
-    answers, reset, seconds = [(obs, info)], time.perf_counter() - began, []
+    _, info = env.reset(task)
+    reset, seconds = time.perf_counter() - began, []
     while len(seconds) < steps:
         command = random_command(rng, info) if rng.random() < 0.9 else "dance"
         began = time.perf_counter()
-        answers.append(env.step(command))
+        _, _, terminated, truncated, info = env.step(command)
         seconds.append(time.perf_counter() - began)
-        _, _, terminated, truncated, info = answers[-1]
         if terminated or truncated:
             break
-    return answers, reset, seconds
-
-
-def bench_env(name, options, games, steps):
-    """Prints the seconds of an environment, for alfworld beside TextWorld's own engine."""
-    engines = {"stock": envs.make_env(name, **options, stock=True)} if name == "alfworld" else {}
-    engines["ours"] = envs.make_env(name, **options)
-    few = random.Random(0).sample(games, min(8, len(games)))
-    for env in engines.values():
-        wander(env, few[0], 1)  # the first game pays for imports
-    played = {engine: [] for engine in engines}
-    for task in few:
-        for engine, env in engines.items():
-            played[engine].append(wander(env, task, steps))
-    print(f"{'':8}{'load and reset, ms':>20}{'step, ms':>12}{'steps a second':>16}   medians of "
-          f"{len(few)} games; the mean over {sum(len(x[2]) for x in played['ours'])} steps")
-    medians = []
-    for engine, games in played.items():
-        all_steps = [s for *_, seconds in games for s in seconds]
-        medians.append(np.array([np.median([x[1] for x in games]), np.median(all_steps)]))
-        reset, step = 1000 * medians[-1]
-        print(f"{engine:8}{reset:20.2f}{step:12.3f}{len(all_steps) / sum(all_steps):16.0f}")
-    if "stock" in played:
-        reset, step = medians[0] / medians[1]
-        same = sum(json.dumps(a[0]) == json.dumps(b[0]) for a, b in zip(*played.values()))
-        note = "" if shortcuts() else "; not TextWorld 1.7.0: both are its own engine"
-        print(f"{'times':8}{reset:20.1f}{step:12.1f}   transcripts identical in {same} of "
-              f"{len(few)} games{note}")
+    return reset, seconds
 
 
 def envs_main(argv):
-    args = Parser("envs", "Load, reset and step of an environment, for alfworld beside TextWorld's "
-                  "own engine.", {
-                      "env": (str, "house", "house, alfworld or webshop"),
-                      "data": (str, None, "the folder of alfworld's json_2.1.1, or of webshop's"),
-                      "split": (str, "train", "whose games are played"),
-                      "steps": (int, 50, "random steps a game")}).parse_args(argv)
+    args = Parser("envs", "Load, reset and step of an environment.", {
+        "env": (str, "house", "house, alfworld or webshop"),
+        "data": (str, None, "the folder of alfworld's json_2.1.1, or of webshop's catalogue"),
+        "split": (str, "train", "whose games are played"),
+        "steps": (int, 50, "random steps a game")}).parse_args(argv)
     options = envs.options_for(vars(args))
     print(f"{args.env}: loading its games", flush=True)
     games = envs.tasks(args.env, args.split, **options)
-    bench_env(args.env, options | {"horizon": args.steps}, games, args.steps)
+    env = envs.make_env(args.env, **options | {"horizon": args.steps})
+    few = random.Random(0).sample(games, min(8, len(games)))
+    wander(env, few[0], 1)  # the first game pays for imports
+    resets, steps = zip(*(wander(env, task, args.steps) for task in few))
+    steps = [seconds for its in steps for seconds in its]
+    print(f"load and reset {1000 * np.median(resets):.2f} ms, a step {1000 * np.median(steps):.3f} "
+          f"ms, medians of {len(few)} games; {len(steps) / sum(steps):.0f} steps a second")
 
 
 COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "envs": envs_main,

@@ -153,20 +153,17 @@ def starter(root):
 
 class Engine:
     """Plays one game of ALFWorld after the other. A state has feedback, admissible_commands and
-    won. `stock` leaves TextWorld as it is."""
+    won."""
 
-    def __init__(self, stock=False):
-        self.game, self.stock = None, stock
-        self.speed = contextlib.nullcontext if stock else hurried
+    game = None
 
     def load(self, root, folder):
         """-> (the first state, the walkthrough) of the game in this folder below `root`."""
         start, path = starter(root), os.path.join(root, folder, "game.tw-pddl")
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
-        if not self.stock:
-            forget_facts()
-        with self.speed():
+        forget_facts()
+        with hurried():
             if self.game is None:
                 self.game = start(path)
             else:
@@ -176,6 +173,6 @@ class Engine:
             return state, json.load(file)["walkthrough"]
 
     def step(self, action):
-        with self.speed():
+        with hurried():
             state, _, _ = self.game.step(action)
         return state
