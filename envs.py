@@ -70,7 +70,6 @@ SHOP_FIRST = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands o
 SHOP_LATER = LATER.replace("Commands that work now", "Commands on this page")
 SHOP_FULL_FIRST = SHOP_FIRST + " Answer every later message in the same way."
 SHOP_FULL_LATER = "{obs}\n\nCommands on this page: [{commands}]."
-SHOP_LONGEST = 13000  # a prompt with more characters leaves the history out
 
 
 def quoted(commands):
@@ -147,12 +146,6 @@ class ShopEpisode(Episode):
         offered = argument != "search" and f"click[{argument}]" in self.info["admissible"]
         return name == "search" or name == "click" and offered
 
-    def window_prompt(self, k=2):
-        text = super().window_prompt(k)
-        if k and len(text) <= SHOP_LONGEST:
-            return text
-        return self.first.format(**self.now(self.info["admissible"]))
-
 
 def parse_action(text, fallback):
     """-> (action, valid). The action is the lower-cased text between the first <action> and the
@@ -190,8 +183,6 @@ class Env:
 
     def __init__(self, horizon=None):
         self.horizon = self.horizon if horizon is None else horizon
-        if self.horizon < 1:
-            raise ValueError(f"horizon must be at least 1, got {horizon}")
 
     def expert(self):
         """Commands that win from here, or None."""
@@ -256,10 +247,7 @@ class House(Seeker, Env):
         return [f"{n:05d}" for n in itertools.islice(numbers, SIZES[split])]
 
     def reset(self, task):
-        try:
-            seed = int(task)
-        except ValueError:
-            raise ValueError(f"house: a task is a number as a string, got {task!r}") from None
+        seed = int(task)
         for attempt in range(1000):
             rng = random.Random(f"{seed}.{attempt} {self.size}")
             self.draw_places(rng)
@@ -485,11 +473,7 @@ class WebShop(Env):
         return [f"{i:07d}" for i in self.shop.goals.split(split)]
 
     def reset(self, task):
-        try:
-            number = int(task)
-        except (TypeError, ValueError):
-            raise ValueError(f"webshop: a task is the number of a goal, got {task!r}") from None
-        self.shop.enter(number)
+        self.shop.enter(int(task))
         self.steps = 0
         return self.shop.observation(), self.info()
 
@@ -608,14 +592,14 @@ class Games:
             self.drop(number)
         return str(obs), float(reward), bool(terminated), bool(truncated), checked(info)
 
-    def drop(self, number):
+    def drop(self, number, argument=None):
         if number in self.playing:
             self.spare.append(self.playing.pop(number))
 
-    def answer(self, op, number, *args):
+    def answer(self, op, number, argument):
         """The result of start, step or drop, or a GameError: not every exception can be pickled."""
         try:
-            return getattr(self, op)(number, *args)
+            return getattr(self, op)(number, argument)
         except Exception as error:
             return GameError(f"{type(error).__name__}: {error}")
 
@@ -633,15 +617,15 @@ def worker_main():
                 with contextlib.suppress(Exception):  # start() meets it again and reports it
                     games.load(coming.pop(0))
                 continue
-            op, number, *args = conn.recv()
+            op, number, argument, n = conn.recv()
             if op == "load":
-                coming += args
+                coming.append(argument)
                 continue
-            if op == "start" and args[0] in coming:
-                coming.remove(args[0])
-            answer = games.answer(op, number, *args)
+            if op == "start" and argument in coming:
+                coming.remove(argument)
+            answer = games.answer(op, number, argument)
             if op != "drop":
-                conn.send((number, answer))
+                conn.send((number, n, answer))
         except (EOFError, OSError):
             return
 
@@ -653,8 +637,8 @@ class OpenGame:
     worker: int
     task: str
     asked: list  # every (op, argument) sent, to be sent again to the worker's successor
-    heard: int = 0  # answers received
-    replayed: int = 0  # answers still to discard after a restart, because the caller has them
+    owed: bool = True  # whether the last of them has not been answered
+    answer: tuple = None  # the answer to it, until the caller takes it
 
 
 class Pool:
@@ -665,11 +649,9 @@ class Pool:
         pool.gather(keys)           their answers in the order of keys: (obs, info) or step()'s five
         pool.drop(key)              gives up an unfinished game
 
-    A worker that dies is replaced. When none has answered for STUCK_AFTER seconds, all that owe an
-    answer are replaced too. Their games are replayed, which the caller does not notice. A GameError
-    names a game that fails, or the games one of which killed its worker four times."""
+    A worker that dies is replaced and its games are replayed, which the caller does not notice. A
+    GameError names a game that fails, or the games one of which killed its worker four times."""
 
-    STUCK_AFTER = 1800  # the first worker in a large shop spends minutes on its index
     UNANSWERED = 16  # answers a worker may owe: with both pipes full, both sides would hang
 
     def __init__(self, name, options=None, workers=0):
@@ -678,8 +660,7 @@ class Pool:
         # By worker: process, pipe, messages to send, answers it owes, deaths since its last answer.
         self.procs, self.conns, self.outbox = [None] * workers, [None] * workers, [None] * workers
         self.owed, self.deaths = [0] * workers, [0] * workers
-        self.games, self.answers = {}, {}  # by key
-        self.key_of, self.started = {}, 0  # a game's number -> its key; games so far
+        self.games, self.started = {}, 0  # by key; how many so far
         self.loading, self.last_loader = {}, -1  # task -> workers that load it; the last of all
         self.seconds = 0.0  # spent on games, or waiting for them
         for w in range(workers):
@@ -687,21 +668,18 @@ class Pool:
 
     # ---- what the caller uses
     def load(self, tasks):
-        if self.local:
-            return
-        for task, times in Counter(tasks).items():
+        for task, times in Counter(tasks).items() if self.procs else ():
             loaders = self.loading.setdefault(task, [])
             while len(loaders) < times:
                 self.last_loader = (self.last_loader + 1) % len(self.procs)
                 loaders.append(self.last_loader)
-                self.post(self.last_loader, "load", None, task)
+                self.post(self.last_loader, "load", None, task, 0)
 
     def start(self, key, task):
         if key in self.games:
             self.drop(key)
         self.started += 1
         self.games[key] = OpenGame(self.started, self.worker_for(task), task, [])
-        self.key_of[self.started] = key
         self.ask(key, "start", task)
 
     def step(self, key, action):
@@ -710,44 +688,34 @@ class Pool:
             raise GameError(f"{self.name}: game {game.task} goes on after {most} turns")
         self.ask(key, "step", action)
 
+    def gather(self, keys):
+        began, games = time.time(), [self.games[key] for key in keys]
+        while any(game.owed for game in games):
+            for conn in wait(self.conns):
+                self.listen(self.conns.index(conn))
+        self.seconds += time.time() - began
+        answers = []
+        for key, game in zip(keys, games):
+            answer, game.answer = game.answer, None
+            if isinstance(answer, GameError):
+                raise GameError(f"{self.name}: game {game.task} failed: {answer}")
+            if len(answer) == 5 and (answer[2] or answer[3]):  # the game is over
+                del self.games[key]
+            answers.append(answer)
+        return answers
+
     def drop(self, key):
-        game = self.games[key]
+        game = self.games.pop(key)
         if self.local:
             self.local.drop(game.number)
         else:
-            self.post(game.worker, "drop", game.number)
-        self.close_game(key)
-
-    def gather(self, keys):
-        began, keys = time.time(), list(keys)
-        silent = [key for key in keys if key not in self.answers and (
-            key not in self.games or self.games[key].heard == len(self.games[key].asked))]
-        if silent:  # no answer is there, and none will come
-            raise KeyError(f"nothing has been asked of {silent[:4]}")
-        while any(key not in self.answers for key in keys):
-            heard = wait(self.conns, self.STUCK_AFTER)
-            for conn in heard:
-                self.listen(self.conns.index(conn))
-            for w, owed in enumerate(self.owed):
-                if owed and not heard:
-                    self.replace(w)
-        self.seconds += time.time() - began
-        for key in keys:
-            if isinstance(self.answers[key], GameError):
-                error = self.answers.pop(key)
-                raise GameError(f"{self.name}: game {self.games[key].task} failed: {error}")
-        out = [self.answers.pop(key) for key in keys]
-        for key, answer in zip(keys, out):
-            if len(answer) == 5 and (answer[2] or answer[3]):  # the game is over
-                self.close_game(key)
-        return out
+            self.post(game.worker, "drop", game.number, None, 0)
 
     def close(self):
         for conn, proc in zip(self.conns, self.procs):
             conn.close()
             proc.kill()
             proc.wait()
-        self.procs, self.conns = [], []
 
     # ---- games and messages
     def worker_for(self, task):
@@ -757,50 +725,40 @@ class Pool:
         busy = [game.worker for game in self.games.values()]
         return min(range(len(self.procs)), key=busy.count, default=0)
 
-    def close_game(self, key):
-        del self.key_of[self.games.pop(key).number]
-        self.answers.pop(key, None)
-
     def ask(self, key, op, argument):
         game = self.games[key]
         game.asked.append((op, argument))
         if self.local:
             began = time.time()
-            self.answers[key] = self.local.answer(op, game.number, argument)
-            game.heard += 1
+            game.answer, game.owed = self.local.answer(op, game.number, argument), False
             self.seconds += time.time() - began
         else:
-            self.post(game.worker, op, game.number, argument)
+            game.owed = True
+            self.post(game.worker, op, game.number, argument, len(game.asked))
 
-    def post(self, w, *message):
-        self.outbox[w].append(message)
+    def post(self, w, op, number, argument, n):
+        """Sends a worker the n-th request of a game, as soon as that can be."""
+        self.outbox[w].append((op, number, argument, n))
         self.flush(w)
 
     def flush(self, w):
         """Sends what the worker may be sent now. A dead worker is noticed by listen()."""
         while self.outbox[w] and self.owed[w] < self.UNANSWERED:
             message = self.outbox[w].pop(0)
-            if message[0] in ("start", "step"):
-                self.owed[w] += 1
+            self.owed[w] += message[0] in ("start", "step")
             with contextlib.suppress(OSError):
                 self.conns[w].send(message)
 
     def listen(self, w):
         try:
-            number, answer = self.conns[w].recv()
+            number, n, answer = self.conns[w].recv()
         except (EOFError, OSError):
             return self.replace(w)
         self.owed[w] -= 1
         self.flush(w)
-        if number not in self.key_of:
-            return  # the game was dropped meanwhile
-        game = self.games[self.key_of[number]]
-        if game.replayed:
-            game.replayed -= 1
-            return
-        game.heard += 1
-        self.deaths[w] = 0
-        self.answers[self.key_of[number]] = answer
+        for game in self.games.values():  # the one asked may have been dropped
+            if game.number == number and n == len(game.asked) and game.owed:  # else it is replayed
+                game.answer, game.owed, self.deaths[w] = answer, False, 0
 
     # ---- the workers
     def spawn(self, w):
@@ -815,20 +773,19 @@ class Pool:
         theirs.close()
 
     def replace(self, w):
-        """Starts a dead or stuck worker's successor, which plays its games again."""
+        """Starts a dead worker's successor, which plays its games again."""
         self.deaths[w] += 1
         games = [game for game in self.games.values() if game.worker == w]
         if self.deaths[w] > 3:
-            owing = [g.task for g in games if g.replayed or g.heard < len(g.asked)]
+            owing = [game.task for game in games if game.owed]
             raise GameError(f"{self.name}: a worker died four times running, and owed answers in "
                             f"{owing[:4]}")
         self.procs[w].kill()
         self.procs[w].wait()
         self.spawn(w)
         for game in games:
-            game.replayed = game.heard
-            for op, argument in game.asked:
-                self.post(w, op, game.number, argument)
+            for n, (op, argument) in enumerate(game.asked, 1):
+                self.post(w, op, game.number, argument, n)
 
 
 # ------------------------------------------------------------------------------- command line

@@ -27,12 +27,13 @@ from tqdm import tqdm
 
 import envs
 from machine.cli import Parser, one_line_errors, options_of
-from machine.ranks import barrier, from_ranks, join_ranks, rank, world
+from machine.ranks import from_ranks, join_ranks, rank, say, world
 from machine.runs import newest_checkpoint, read_json, read_log, settings_of, write_file
 from model import load
 from rollout import EVALUATION, Sampler, trajectories
 
-SIDE_BY_SIDE, TEMPERATURE = 128, 0.4  # games played at once; verl-agent's temperature
+SIDE_BY_SIDE = 128  # games played at once
+TEMPERATURES = {"": 0.4, "_at_1": 1.0}  # verl-agent's, and that of the rollouts
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
@@ -77,19 +78,14 @@ def wilson(k, n):
     return max(0.0, (middle - half) / (n + zz)), min(1.0, (middle + half) / (n + zz))
 
 
-def share(records):
-    won = sum(r["won"] for r in records)
-    return {"success": won / max(1, len(records)), "n": len(records),
-            "interval": [round(x, 4) for x in wilson(won, len(records))]}
-
-
 def report(records):
     """Success with n and its interval, the mean score, success by category."""
-    of = {c: share([r for r in records if r["category"] == c])
+    n, won = len(records), sum(r["won"] for r in records)
+    of = {c: [r["won"] for r in records if r["category"] == c]
           for c in sorted({r["category"] for r in records})}
-    score = sum(r["score"] for r in records) / max(1, len(records))
-    return share(records) | {"score": score, "by_category": of,
-                             "success_by_category": {c: x["success"] for c, x in of.items()}}
+    return {"success": won / max(1, n), "n": n, "interval": [round(x, 4) for x in wilson(won, n)],
+            "score": sum(r["score"] for r in records) / max(1, n),
+            "success_by_category": {c: float(np.mean(its)) for c, its in of.items()}}
 
 
 def table(reports, env):
@@ -98,7 +94,7 @@ def table(reports, env):
     names, width = list(env.categories.values()), max(map(len, reports)) + 2
     heads = [*names, "All", *["Score"] * env.graded]
     lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n   95 %"]
-    for title, r in reports.items():
+    for r in reports.values():
         cells = [r["success_by_category"].get(c) for c in names] + [r["success"]]
         cells += [r["score"]] * env.graded
         low, high = r["interval"]
@@ -107,41 +103,45 @@ def table(reports, env):
     return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
-def of_run(lm, pool, config, path=None, temperatures=None):
-    """A run of train.py plays its --eval_games at verl-agent's temperature, in the house at 1 as
-    well -> {temperature: records}. They are kept in the file `path`, where a resumed run finds
-    them."""
-    if path and config.resume and from_ranks([os.path.isfile(path)])[0]:  # all do as rank 0
-        return {float(t): records for t, records in read_json(path).items()}
+def play(sampler, ids, pool, settings, attempt=attempt, path=os.devnull):
+    """Plays the games of these ids, split over the ranks -> a record of each, of several attempts
+    the last. Rank 0 writes its own to `path` as they come, so that a failure loses no answer."""
+    games = {n: game for n, game in enumerate(ids) if n * world() // len(ids) == rank()}
+    known = []
+    with open(path if rank() == 0 else os.devnull, "w") as file:
+        for numbered in attempt(sampler, games, pool, seed=settings.seed, rows=settings.rows,
+                                history=settings.history):
+            known.append(numbered)
+            print(json.dumps(numbered[1]), file=file, flush=True)
+    known = from_ranks(sorted(known, key=lambda numbered: numbered[0]))  # they end in any order
+    return [*dict(known).values()]
+
+
+def of_run(lm, pool, config, temperatures=TEMPERATURES):
+    """A run of train.py plays its --eval_games, all at verl-agent's temperature and in the house at
+    1 too -> {ending of the names in eval.json: records}."""
     env, options = envs.known(config.env), envs.options_for(vars(config))
-    ids = envs.tasks(config.env, env.held_out[0], **options) if config.eval_games else []
-    games = dict(enumerate(spaced(ids, config.eval_games)))
-    mine = {n: games[n] for n in games if n * world() // len(games) == rank()}
-    usual, out = (TEMPERATURE, 1.0) if config.env == "house" else (TEMPERATURE,), {}
-    for temperature in (temperatures or usual) if ids else ():
-        over = attempt(sampler_for(lm, config, temperature), mine, pool, seed=config.seed,
-                       rows=config.rows, history=config.history)
-        out[temperature] = from_ranks([record for _, record in sorted(over)])
-        gc.collect()  # a sampler refers to itself, and would keep its memory while training goes on
-    if path and rank() == 0:
-        write_file(path, json.dumps(out))
+    out = {}
+    for end, temperature in temperatures.items() if config.eval_games else ():
+        if end == "" or config.env == "house":
+            ids = spaced(envs.tasks(config.env, env.held_out[0], **options), config.eval_games)
+            out[end] = play(sampler_for(lm, config, temperature), ids, pool, config)
+            gc.collect()  # a sampler refers to itself, and would keep its memory
     return out
 
 
 def write_of_run(before, after, config):
     """eval.json: the report of a run before and after training; eval.jsonl: every episode. -> the
     table, as text."""
-    out, lines, reports = {"env": config.env, "temperature": TEMPERATURE}, [], {}
-    for when, end, played in (("before", "_before", before), ("after", "", after)):
-        for t, records in played.items():
-            told = report(records)
+    out, lines, reports = {"env": config.env, "temperature": TEMPERATURES[""]}, [], {}
+    for when, mark, played in (("before", "_before", before), ("after", "", after)):
+        for end, records in played.items():
+            told, t = report(records), TEMPERATURES[end]
             reports[f"{when} {NAMES[config.algo]}, T = {t:g}"] = told
             lines += [json.dumps({"when": when, "temperature": t} | r) + "\n" for r in records]
-            if t == TEMPERATURE:
-                out |= {f"{key}{end}": told[key] for key in ("success", "interval", "score")}
-                out |= {f"success{end}_by_category": told["success_by_category"], "n": told["n"]}
-            else:
-                out[f"success{end}_at_1"] = told["success"]
+            for key, x in told.items():
+                head, *tail = key.split("_", 1)  # "success_by_category"
+                out["_".join([f"{head}{mark}{end}", *tail])] = x
     write_file(f"{config.out}/eval.json", json.dumps(out, indent=1))
     write_file(f"{config.out}/eval.jsonl", "".join(lines))
     return table(reports, envs.known(config.env)) if reports else "no evaluation, --eval_games is 0"
@@ -162,7 +162,6 @@ def group_runs(folders, finished=False):
         except (OSError, ValueError) as error:
             print(f"left out: {folder}: {error}", file=sys.stderr)
             continue
-        result |= read_json(folder / "cost.json")  # the first runs have none
         runs = groups.setdefault(re.sub(r"-\d+$", "", os.path.relpath(folder, parent)), [])
         if any(r.config["seed"] == config["seed"] or r.config["env"] != config["env"]
                for r in runs):
@@ -199,37 +198,33 @@ def markdown(rows):
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def table_row(label, runs, columns, when=""):
-    """The cells of a row. columns: {head: key in eval.json, None where the head is a category}.
-    when: "_before" for the start of training, which has cost nothing."""
-    cells = [label, str(len(runs))]
-    for column, key in columns.items():
-        shares = [run.result.get(key.format(when)) if key else
-                  run.result.get(f"success{when}_by_category", {}).get(column) for run in runs]
-        shares = [100 * x for x in shares if x is not None]
-        cells.append(Mean.of(shares).text() if shares else "–")
-    if when:
-        return cells + ["", "", ""]
-    seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
-    tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in run.lines) / 1e6
-              for run in runs]
-    memory = max(run.result.get("peak_memory", 0) for run in runs)
-    return cells + [Mean.of(seconds).text(0), Mean.of(tokens).text(2),
-                    f"{memory:.2f}" if memory else "–"]
-
-
 def paper_table(folders):
     """The paper's Table 1 as Markdown: means over the seeds in percent, ± standard errors."""
     groups = group_runs(folders, finished=True)
     first = next(iter(groups.values()))
     env = envs.known(first[0].config["env"])
-    columns = {"Score": "score{}"} if env.graded else dict.fromkeys(env.categories.values())
-    columns["Success" if env.graded else "All"] = "success{}"
+    kinds = [] if env.graded else [*env.categories.values()]
+    totals = {"Score": "score{}", "Success": "success{}"} if env.graded else {"All": "success{}"}
     if "success_at_1" in first[0].result:
-        columns["All, T = 1"] = "success{}_at_1"
-    rows = [["method", "seeds", *columns, "seconds", "M tokens", "GB"],
-            table_row("start", first, columns, "_before")]
-    return markdown(rows + [table_row(label, runs, columns) for label, runs in groups.items()])
+        totals["All, T = 1"] = "success{}_at_1"
+
+    def row(label, runs, when=""):
+        results = [run.result for run in runs]
+        shares = [[r.get(f"success{when}_by_category", {}).get(kind) for r in results]
+                  for kind in kinds]
+        shares += [[r.get(key.format(when)) for r in results] for key in totals.values()]
+        shares = [[100 * x for x in its if x is not None] for its in shares]
+        cells = [Mean.of(its).text() if its else "–" for its in shares]
+        return [label, str(len(runs)), *cells]
+
+    rows = [["method", "seeds", *kinds, *totals, "seconds", "M tokens"],
+            [*row("start", first, "_before"), "", ""]]  # which has cost nothing
+    for label, runs in groups.items():
+        seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
+        tokens = [sum(line["tokens_encoded"] + line["tokens_sampled"] for line in run.lines) / 1e6
+                  for run in runs]
+        rows.append([*row(label, runs), Mean.of(seconds).text(0), Mean.of(tokens).text(2)])
+    return markdown(rows)
 
 
 # ------------------------------------------------------------------------------------- pictures
@@ -268,8 +263,11 @@ def draw(groups, curve_of, panels, path, title, xlabel, level=None):
                         markersize=5 if place else 0, label=f"{label}, n = {len(runs)}",
                         markevery=(n * place // 40, max(1, n // 5)))
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
-            if key == "success" and xlabel == "iteration" and (points := held_out(runs)):
-                dots = ax.scatter(*zip(*points), color=color, edgecolor="black", marker="D")
+            if key == "success" and xlabel == "iteration":
+                looks = [held_out(run) for run in runs]
+                at = sorted(set.intersection(*map(set, looks)))
+                dots = ax.scatter(at, [np.mean([look[n] for look in looks]) for n in at],
+                                  color=color, edgecolor="black", marker="D")
                 dots.set_label("held-out games, T = 0.4" if color == COLORS[0] else None)
         ax.yaxis.set_major_formatter(PercentFormatter(1))
     axes[0].set(ylim=(0, None), title="success: lines, of rollouts at T = 1")
@@ -289,16 +287,11 @@ def value_target(config):
     return 1.0 if config.get("algo") == "ppo" else config.get("gamma")
 
 
-def held_out(runs):
-    """(iteration, mean success on held-out games) before, after, and where it was looked at."""
-    found = {}
-    for run in runs:
-        looks = {n: line.get("held_out") for n, line in enumerate(run.lines, 1)}
-        looks[0] = run.result.get("success_before")
-        looks[len(run.lines)] = run.result.get("success", looks.get(len(run.lines)))
-        for iteration, success in looks.items():
-            found.setdefault(iteration, []).extend([success] * (success is not None))
-    return sorted((n, np.mean(its)) for n, its in found.items() if len(its) == len(runs))
+def held_out(run):
+    """{iteration: success on held-out games} before, after, and where it was looked at."""
+    looks = {n: line["held_out"] for n, line in enumerate(run.lines, 1) if "held_out" in line}
+    ends = {0: run.result.get("success_before"), len(run.lines): run.result.get("success")}
+    return looks | {n: success for n, success in ends.items() if success is not None}
 
 
 def over_iterations(run, key):
@@ -335,7 +328,7 @@ def make_parser(description):
     add("--model", help="a run, RUN/best, a model folder, a hub id, a bare name or tiny")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
-    add("--temperature", type=float, default=TEMPERATURE, help="greedy below 0.001")
+    add("--temperature", type=float, default=TEMPERATURES[""], help="greedy below 0.001")
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     for name, kind in SHARED.items():
@@ -344,56 +337,30 @@ def make_parser(description):
 
 
 def complete(args):
-    """Fills in the flags that were not given, from the run that --model names or else by default.
+    """Fills in the flags that were not given, by the run that --model names or else by default.
     -> the folder of the run's weights, or None where --model is no run."""
     if not args.model:
         raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
     run = weights = Path(args.model)
     if re.fullmatch(r"best|final|checkpoint-\d+", run.name):
         run = run.parent
+    elif not (weights := run / "final").is_dir():
+        weights = newest_checkpoint(run)
     stored = read_json(run / "config.json")
-    if run == weights:
-        weights = next(run.glob("final"), None) or newest_checkpoint(run)
     if "env" not in stored:
         stored, weights = {}, None
     known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
-             "dtype": "bfloat16" if torch.cuda.is_available() else "float32"}
-    known |= {name: stored[name] for name in SHARED if name in stored}
+             "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
     if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
         known |= dict.fromkeys(("data", "horizon", "max_prompt"))
-    env = envs.known(args.env or known["env"])
-    for name in envs.OPTIONS:
-        if getattr(args, name) is not None and name not in env.flags:
-            raise ValueError(f"--{name} does nothing with --env {args.env or known['env']}")
+    vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
     if args.temperature < 0.001:  # nothing else is left of the distribution
         args.temperature = 0.0
-    vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
+    env = envs.known(args.env)
     if args.context == "window":
         args.max_prompt = args.max_prompt or env.max_prompt
     args.split = args.split or env.held_out[0]
     return weights
-
-
-def play_all(args, attempt, sampler, games, pool, path):
-    """Plays the games, split over the ranks -> a record of each, of several attempts the last.
-    Each is written to PATH.new as soon as it is known, so that a failure loses no answer."""
-    records, new = [], Path(f"{path}.new-{rank()}" if world() > 1 else f"{path}.new")
-    mine = {n: games[n] for n in range(rank(), len(games), world())}
-    with open(new, "w") as file:
-        try:
-            for numbered in attempt(sampler, mine, pool, seed=args.seed, rows=args.rows,
-                                    history=args.history):
-                records.append(numbered)
-                print(json.dumps(numbered[1]), file=file, flush=True)
-        except (ValueError, envs.GameError, KeyboardInterrupt) as error:
-            raise ValueError(f"{error or 'interrupted'}; {len(records)} episodes that had ended "
-                             f"are in {new}") from error
-    records = sorted(from_ranks(records), key=lambda numbered: numbered[0])  # they end in any order
-    if rank() == 0:
-        write_file(path, "".join(json.dumps(record) + "\n" for _, record in records))
-    barrier()  # a rank's own answers go when all are written
-    new.unlink(missing_ok=True)
-    return [*dict(records).values()]
 
 
 def evaluate(args, sampler_of, attempt=attempt, kind=""):
@@ -402,19 +369,21 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
     weights = complete(args)
     args.weights = str(weights or args.model)
     options = envs.options_for(vars(args))
-    games = spaced(envs.tasks(args.env, args.split, **options), args.limit)
+    ids = spaced(envs.tasks(args.env, args.split, **options), args.limit)
     part = weights.name if weights == Path(args.model) else ""  # RUN/best has files of its own
-    run = (weights.parent if part else Path(args.model)) if weights else Path("runs")
-    name = "-".join(filter(None, ["eval", part, args.split, kind]))
-    out = Path(args.out or run)
-    out = out if out.suffix == ".json" else out / f"{name}.json"
+    out = Path(args.out or (weights.parent if weights else "runs"))
+    if out.suffix != ".json":
+        out /= "-".join(filter(None, ["eval", part, args.split, kind])) + ".json"
     out.parent.mkdir(parents=True, exist_ok=True)
+    answers = out.with_suffix(".jsonl")
+    say(f"{len(ids)} games; what is played is in {answers}.new until all are")
     sampler = sampler_of(args)
     pool = envs.Pool(args.env, options, envs.default_workers(args.env))
     with contextlib.closing(pool):
-        records = play_all(args, attempt, sampler, games, pool, out.with_suffix(".jsonl"))
+        records = play(sampler, ids, pool, args, attempt, f"{answers}.new")
     if rank() > 0:
         return
+    write_file(answers, "".join(json.dumps(record) + "\n" for record in records))
     result = report(records) | {k: v for k, v in vars(args).items() if k not in ("out", "plot")}
     write_file(out, json.dumps(result, indent=1))
     print(table({f"{args.model}, {args.split}, T = {args.temperature:g}": result}, pool.env))

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.utils import get_session
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
@@ -328,38 +326,27 @@ OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gem
           "Mistral": "mistralai"}
 
 
-def locate(name):
-    """-> the folder or hub id that a name means: "tiny", a folder, Qwen2.5-1.5B, OWNER/NAME. A hub
-    that does not answer is not asked again, which would take a minute. ValueError: it is neither.
-    """
+def folder_of(name):
+    """Where a model lies if it is on this machine: "tiny", its own folder, or that of its run."""
     folder = TINY if name == "tiny" else Path(name)
-    if folder.is_dir():
-        if not json_in(str(folder), "config.json").get("model_type"):
-            inside = [str(part) for part in (folder / "final", folder / "best") if part.is_dir()]
-            raise ValueError(f"cannot load model {name}: its config.json is of no model"
-                             + f"; this run's weights are in {' and '.join(inside)}" * bool(inside))
-        return str(folder)
-    owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
-    where = f"{owner}/{name}" if owner and "/" not in name else name
+    return folder / "final" if (folder / "final").is_dir() else folder
+
+
+def locate(name):
+    """-> the folder or hub id that a name means: one of `folder_of`, Qwen2.5-1.5B or OWNER/NAME."""
+    if folder_of(name).is_dir():
+        return str(folder_of(name))
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
-    try:
-        answers = not constants.HF_HUB_OFFLINE and get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # whatever the network does
-        answers = False
-    if not answers:
-        constants.HF_HUB_OFFLINE = True
-        if not isinstance(try_to_load_from_cache(where, "config.json"), str):
-            raise ValueError(f"cannot load model {name}: it is no folder here, {where} is not in "
-                             f"the cache, and {constants.ENDPOINT} does not answer")
-    return where
+    owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
+    return f"{owner}/{name}" if owner and "/" not in name else name
 
 
 def is_tiny(name):
-    """Whether a name is that of the tiny model, trained or `random`, or of a folder of its size."""
-    path = Path(name, "config.json")
-    return name in ("tiny", "random") or (
-        path.is_file() and json.loads(path.read_text()).get("hidden_size") == 64)
+    """Whether a name is `random` or that of a model of the tiny one's size."""
+    config = folder_of(name) / "config.json"
+    return name == "random" or (
+        config.is_file() and json.loads(config.read_text()).get("hidden_size") == 64)
 
 
 def json_in(where, name):
@@ -381,7 +368,8 @@ def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=
         tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(where)
     except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
-        raise ValueError(f"cannot load model {name}: {why}") from None
+        what = name if folder_of(name).is_dir() else f"{name}, which is no folder here"
+        raise ValueError(f"cannot load model {what}: {why}") from None
     if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
         raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

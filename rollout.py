@@ -125,8 +125,6 @@ class Sampler:
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
                  compile=False, max_prompt=None):
-        if engine not in ("kv", "hf") or context not in ("window", "full"):
-            raise ValueError(f"{engine!r}, {context!r}: known: kv, hf; window, full")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new, self.temperature = max_new, temperature
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new)
@@ -153,7 +151,7 @@ class Sampler:
         """-> [(name, Response)] when some have ended (hf: all), or after so many steps."""
         if not self.busy:
             return []
-        ended = self.hf() if self.engine == "hf" else self.kv(steps or self.max_new)
+        ended = generate(self) if self.engine == "hf" else self.kv(steps or self.max_new)
         self.tokens_sampled += sum(len(response.ids) for _, response in ended)
         return ended
 
@@ -290,8 +288,8 @@ class Sampler:
             zeros = torch.zeros(unseen.shape, dtype=cache.hidden.dtype, device=at.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
         real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may have any place
-        return self.body(input_ids=ids, position_ids=real, attention_mask=mask,
-                         past_key_values=cache, use_cache=True).last_hidden_state
+        return self.body(input_ids=ids, position_ids=real, attention_mask=mask, use_cache=True,
+                         **{self.cache_name: cache}).last_hidden_state
 
     def look(self):
         """-> names and columns of the open rows, copied to the host while the device goes on, and
@@ -374,94 +372,98 @@ class Sampler:
             if not all_full(body) or "'dynamic'" in rope or "'longrope'" in rope:
                 raise ValueError("some layers have sliding windows, or positions depend on length")
             theirs = body(input_ids=torch.tensor([[0]], device=self.lm.device), use_cache=True)
-            self.rows = Rows(theirs.past_key_values.layers, theirs.last_hidden_state, self.max_new)
+            # transformers has had the first name since 5.24
+            self.cache_name = "cache" if "cache" in theirs else "past_key_values"
+            layers = theirs[self.cache_name].layers
+            self.rows = Rows(layers, theirs.last_hidden_state, self.max_new)
             if gpu or compile:
                 from machine.fast import accelerate
-                accelerate(self, gpu, compile)
-            elif why := self.differs():
+                accelerate(self, difference, gpu, compile)
+            elif why := difference(self):
                 raise ValueError(why)
         except (ValueError, AttributeError, TypeError, IndexError) as error:
             raise ValueError(f"the kv engine cannot serve {type(self.lm.model).__name__}, use "
                              f"--engine hf: {error}") from None
 
-    def differs(self):
-        """Answers three short sequences, in "full" twice each -> in words how that is otherwise
-        than by the model's own pass over the whole; or ""."""
-        stops = self.is_stop.clone()
-        talks = [[0, 1, 2, 4], [3], [5, 6]]
-        off, alike = [], []
-        self.forget()
-        for more in ([], [3, 7])[:1 if self.context == "window" else 2]:
-            self.is_stop.zero_()  # no word ends a response; in place, as captured graphs read it
-            for name, talk in enumerate(talks):
-                talk += more
-                self.added.append((name, [*talk], np.full(self.max_new, 0.5, dtype=np.float32)))
-            ended = self.run(2)
-            self.is_stop.fill_(True)  # any word does
-            for _ in range(4):
-                ended += self.run(1)
-            for name, said in ended:
-                same, far = self.beside_the_model(talks[name], said)
-                alike += same
-                off += far
-                talks[name] += said.ids
-        self.is_stop.copy_(stops)
-        self.forget()
-        self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
-        most = 1e-3 if self.lm.model.dtype == torch.float32 else 0.25
-        if alike and sum(alike) > 0.7 * len(alike) and all(x <= most for x in off):
-            return ""
-        return f"{sum(alike)} of {len(alike)} tokens are right; off by {max(off, default=0):.1g}"
 
-    def beside_the_model(self, ids, said):
-        """A Response to ids, drawn by 0.5 -> of each token whether the model draws it too, and how
-        far the log-probs of those and the readouts are off."""
-        lm = self.lm
-        whole = torch.tensor([ids + said.ids], device=lm.device)
-        hidden = lm.model.base_model(input_ids=whole, use_cache=False).last_hidden_state[0]
-        hidden = hidden[len(ids) - 1:]
-        u = torch.full((len(said.ids),), 0.5, device=lm.device)
-        token, logp = choose(lm.head(hidden[:-1]).float(), u, lm.value_index, self.temperature)
-        alike = [x == y for x, y in zip(token.tolist(), said.ids)]
-        pairs = zip(lm.readout(hidden[[0, -1]]).tolist(), (said.v / lm.r_max, said.q / lm.r_max))
-        pairs = [*pairs, *(p for p, same in zip(zip(logp.tolist(), said.logp), alike) if same)]
-        return alike, [abs(x - y) for x, y in pairs]
+# ----------------------------------------- the other engine, and a comparison with the model itself
 
-    def hf(self):
-        """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
-        lm = self.lm
-        names, sequences, u = zip(*self.added)
-        self.added = []
-        u = sent(np.stack(u), lm.device)
-        drawn = []  # of each step the log-probs
-        ids = pad_sequence([torch.tensor(s) for s in sequences], True, -1, "left").to(lm.device)
-        pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
-        def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-            now = u[:, min(len(drawn), self.max_new - 1)]
-            token, logp = choose(scores, now, lm.value_index, self.temperature)
-            drawn.append(logp)
-            return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
+def generate(sampler):
+    """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
+    lm = sampler.lm
+    names, sequences, u = zip(*sampler.added)
+    sampler.added = []
+    u = sent(np.stack(u), lm.device)
+    drawn = []  # of each step the log-probs
+    ids = pad_sequence([torch.tensor(s) for s in sequences], True, -1, "left").to(lm.device)
+    pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
-        model, settings, attention = lm.model, lm.model.generation_config, lm.attention
-        model.generation_config = GenerationConfig()  # a top-k of its own would change the policy
-        model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
-        try:
-            out = model.generate(
-                ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
-                max_new_tokens=self.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
-                logits_processor=LogitsProcessorList([draw]))
-        finally:
-            model.generation_config = settings
-            model.config._attn_implementation = attention
-        said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
-        samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
-        v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
-        self.tokens_encoded += sum(map(len, sequences))
-        self.tokens_decoded += len(names) * len(drawn)
-        self.steps += len(drawn)
-        columns = zip(names, said, torch.stack(drawn, 1).tolist(), v_q.tolist())
-        return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in columns]
+    def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
+        now = u[:, min(len(drawn), sampler.max_new - 1)]
+        token, logp = choose(scores, now, lm.value_index, sampler.temperature)
+        drawn.append(logp)
+        return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
+
+    model, settings, attention = lm.model, lm.model.generation_config, lm.attention
+    model.generation_config = GenerationConfig()  # a top-k of its own would change the policy
+    model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
+    try:
+        out = model.generate(
+            ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
+            max_new_tokens=sampler.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
+            logits_processor=LogitsProcessorList([draw]))
+    finally:
+        model.generation_config = settings
+        model.config._attn_implementation = attention
+    said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
+    samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
+    v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
+    sampler.tokens_encoded += sum(map(len, sequences))
+    sampler.tokens_decoded += len(names) * len(drawn)
+    sampler.steps += len(drawn)
+    columns = zip(names, said, torch.stack(drawn, 1).tolist(), v_q.tolist())
+    return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in columns]
+
+
+@torch.no_grad()
+def difference(sampler):
+    """Answers three short sequences, in "full" twice each -> in words how that is otherwise
+    than by the model's own pass over the whole; or ""."""
+    lm, stops = sampler.lm, sampler.is_stop.clone()
+    talks = [[0, 1, 2, 4], [3], [5, 6]]
+    alike, off = [], []
+    sampler.forget()
+    for more in ([], [3, 7])[:1 if sampler.context == "window" else 2]:
+        sampler.is_stop.zero_()  # no word ends a response; in place, as captured graphs read it
+        for name, talk in enumerate(talks):
+            talk += more
+            sampler.added.append((name, [*talk], np.full(sampler.max_new, 0.5, dtype=np.float32)))
+        ended = sampler.run(2)
+        sampler.is_stop.fill_(True)  # any word does
+        while sampler.busy:
+            ended += sampler.run()
+        for name, said in ended:
+            before = len(talks[name])
+            talks[name] += said.ids
+            whole = torch.tensor([talks[name]], device=lm.device)
+            hidden = lm.model.base_model(input_ids=whole, use_cache=False).last_hidden_state
+            hidden = hidden[0, before - 1:]
+            u = torch.full_like(hidden[:-1, 0], 0.5, dtype=torch.float32)
+            logits = lm.head(hidden[:-1]).float()
+            token, logp = choose(logits, u, lm.value_index, sampler.temperature)
+            same = [x == y for x, y in zip(token.tolist(), said.ids)]
+            alike += same
+            off += [abs(x - y) for x, y, its in zip(logp.tolist(), said.logp, same) if its]
+            v, q = (lm.r_max * lm.readout(hidden[[0, -1]])).tolist()
+            off += [abs(v - said.v) / lm.r_max, abs(q - said.q) / lm.r_max]
+    sampler.is_stop.copy_(stops)
+    sampler.forget()
+    sampler.tokens_encoded = sampler.tokens_sampled = sampler.tokens_decoded = sampler.steps = 0
+    most = 1e-3 if lm.model.dtype == torch.float32 else 0.25
+    if np.mean(alike) > 0.7 and all(x <= most for x in off):
+        return ""
+    return f"{sum(alike)} of {len(alike)} tokens are right; off by {max(off):.1g}"
 
 
 # ----------------------------------------------------------------------------------- trajectories

@@ -45,9 +45,9 @@ import model as model_module
 import rollout as rollout_module
 import sapo
 import train
-from envs import Episode, Pool, make_env, parse_action, tasks, type_of
-from model import (Critic, actor_critic, entropy, load, make_batch,
-                   readout_at_start, reserve_value_ids, restricted_log_softmax, value_readout)
+from envs import Episode, Pool, make_env, parse_action, tasks
+from model import (actor_critic, entropy, load, make_batch, readout_at_start, reserve_value_ids,
+                   restricted_log_softmax, value_readout)
 from rollout import Sampler, choose, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
@@ -701,19 +701,14 @@ def test_train_and_test_share_neither_ids_nor_rooms():
     assert not rooms["train"] & rooms["test"]
 
 
-def test_reset_depends_neither_on_the_process_nor_on_the_horizon():
+def test_reset_does_not_depend_on_the_process():
     code = ("import envs; e = envs.make_env('house', places=9, objects=8)\n"
             "ids = envs.tasks('house', 'test')[:40]\n"
             "print([(e.reset(t), e.expert(), e.step(e.expert()[0])) for t in ids])")
-    said = set()
-    for seed in "012":
-        played = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(envs.__file__),
-                                env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True,
-                                text=True, check=True)
-        said.add(played.stdout)
-    assert len(said) == 1 and len(said.pop()) > 40 * 200
-    short, long = make_env("house", horizon=3), make_env("house", horizon=50)
-    assert all(short.reset(t) == long.reset(t) for t in tasks("house", "train")[:100])
+    first, second = (subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True,
+                                    env=os.environ | {"PYTHONHASHSEED": seed}, check=True).stdout
+                     for seed in "01")
+    assert first == second and len(first) > 40 * 200
 
 
 def test_illegal_actions_are_answered_and_change_nothing():
@@ -738,37 +733,6 @@ def test_truncated_exactly_at_the_horizon_unless_the_last_step_wins():
     assert answers[-1][1:4] == (0.0, False, True)
 
 
-def test_objects_are_out_of_sight_until_looked_for():
-    env, behind_doors = make_env("house", places=9, objects=12), 0
-    for task in tasks("house", "train")[:60]:
-        obs, info = env.reset(task)
-        things = [thing for found in env.contents.values() for thing in found]
-        assert not any(thing in text for thing in things for text in [obs, *info["admissible"]])
-        for place, found in env.contents.items():
-            obs, *_, info = env.step(f"go to {place}")
-            openable = type_of(place) in envs.OPENABLE
-            visible = [] if openable else found
-            assert all(thing in obs for thing in visible)
-            assert not openable or obs.endswith(f"The {place} is closed.")
-            takes = {c for c in info["admissible"] if c.startswith("take")}
-            assert takes == {f"take {thing} from {place}" for thing in visible}
-            behind_doors += len(found) - len(visible)
-    assert behind_doors > 60
-
-
-@pytest.mark.parametrize("options", [{}, dict(places=12, objects=30)], ids=["small", "large"])
-def test_expert_wins_from_wherever_random_play_leads(options):
-    env = make_env("house", **options, horizon=10 ** 4)
-    for n, task in enumerate(tasks("house", "train")[:150]):
-        wander(env, task, 1, steps=2 * n)
-        plan = env.expert()
-        if env.won:
-            assert plan is None
-        else:  # nothing done in a house is beyond repair
-            won = [c in env.admissible() and env.step(c)[2] for c in plan]
-            assert won == [False] * (len(plan) - 1) + [True], task
-
-
 def test_house_has_the_commands_and_sentences_of_alfworld():
     env, used = make_env("house", places=9, objects=20, horizon=60), set()
     for task in tasks("house", "train")[:60]:
@@ -779,56 +743,24 @@ def test_house_has_the_commands_and_sentences_of_alfworld():
     assert used == set(SENTENCES)
 
 
-@pytest.mark.parametrize("call, says", [
-    (lambda: make_env("hose"), "'hose'.*house, alfworld"),
-    (lambda: tasks("hose", "train"), "'hose'.*house, alfworld"),
-    (lambda: Pool("hose"), "'hose'.*house, alfworld"),
-    (lambda: tasks("house", "valid"), "'valid'.*train, test"),
-    (lambda: make_env("house", places=4), "places must be at least 5, got 4"),
-    (lambda: make_env("house", objects=1), "objects must be at least 2, got 1"),
-    (lambda: make_env("house", horizon=0), "horizon must be at least 1, got 0"),
-    (lambda: make_env("house").reset("sofa"), "a number as a string, got 'sofa'")])
-def test_what_does_not_exist_is_refused_with_a_word_on_what_does(call, says):
-    with pytest.raises(ValueError, match=says):
-        call()
-
-
 # ---------------------------------------------------------------------- prompts and the parser
 
 
 @pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
-    ("<think> a </think> <action> go to desk 1 </action>", "go to desk 1", True),
     ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "go to desk 1", True),
     ("<think>\na\n</think>\n<action>\nlook\n</action>\n", "look", True),
     ("<action>look</action> and <think>a</think>", "look", True),
     ("<think>a</think><action>look</action><action>help</action>", "look", True),
     ("<think>a</think><action></action>", "", True),
     ("<think>a</think><action>dance wildly</action>", "dance wildly", True),  # useless, but valid
-    ("<action>look</action>", "look", False), ("<think>a<action>look</action>", "look", False),
+    ("<think>a<action>look</action>", "look", False),
     ("</think>a<think><action>look</action>", "look", False),
     ("<think>\u60f3</think><action>look</action>", "look", False),
-    ("<think>a</think><action>\u770b</action>", "\u770b", False),
-    ("", None, False), ("look", None, False), ("\u60f3" * 40, None, False),
-    ("<think>a</think> Now I WILL go to the fridge 1", None, False),
-    ("<think>a</think></action>look<action>", None, False),
+    ("", None, False), ("<think>a</think> Now I WILL go to the fridge 1", None, False),
     ("</action><think>a</think><action>look</action>", None, False),
-    ("<think>long enough</think><action>look", None, False),
-    ("<think>long enough</think>look</action>", None, False)])
+    ("<think>long enough</think><action>look", None, False)])
 def test_parse_action(text, action, valid):
     assert parse_action(text, 30) == (text.lower()[-30:] if action is None else action, valid)
-
-
-def test_what_holds_for_all_games_of_an_environment():
-    """verl-agent's numbers; the house's are ours."""
-    found = {name: (env.horizon, env.max_prompt, env.fallback, env.held_out)
-             for name, env in envs.ENVS.items()}
-    assert found == {"house": (20, 2048, 30, ("test", 192)),
-                     "alfworld": (50, 2048, 30, ("valid_seen", 140)),
-                     "webshop": (15, 4096, 20, ("test", 500)),
-                     "webshop-human": (15, 4096, 20, ("test", 500))}
-    for model, mini_batch in (("tiny", 128), ("another", 64)):  # the later preset beats the earlier
-        config = train.Config(env="webshop", model=model)
-        assert train.defaults_for(config)["mini_batch"] == mini_batch
 
 
 def conversation(turns):
@@ -938,25 +870,6 @@ def test_killed_workers_go_unnoticed(games):
         assert all(p.pid != old for p, old in zip(pool.procs, born))
 
 
-def test_a_worker_that_is_stuck_is_restarted(games, monkeypatch):
-    monkeypatch.setattr(envs.Pool, "STUCK_AFTER", 10)
-    with a_pool(2) as pool:
-        born = [p.pid for p in pool.procs]
-
-        def stop(turn):
-            if turn == 3:
-                os.kill(born[0], signal.SIGSTOP)
-        assert side_by_side(pool, games[0], stop) == games[1]
-        assert pool.procs[0].pid != born[0]
-
-
-def test_workers_that_cannot_live_end_the_run(monkeypatch):
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with a_pool(1) as pool, pytest.raises(RuntimeError, match="four times.*00003"):
-        pool.start("key", "00003")
-        pool.gather(["key"])
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
     ids, said = games
@@ -967,9 +880,6 @@ def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
             pool.gather(["key"])
         pool.start("a", ids[0])
         assert pool.gather(["a"]) == said[ids[0]][:1]
-        for nobody in ("a", "b"):  # instead of waiting for an answer that will never come
-            with pytest.raises(KeyError, match=f"nothing has been asked of .'{nobody}'"):
-                pool.gather([nobody])
         pool.step("a", "look")
         pool.drop("a")  # with an answer under way
         assert side_by_side(pool, ids) == said
@@ -1028,35 +938,6 @@ def test_a_small_game_in_the_real_engine(small_game):
         env.reset(TRIAL[:-1] + "2")
 
 
-def test_missing_games_and_a_missing_package_say_what_to_do(tmp_path, monkeypatch):
-    def refused(error, says, call, *args, **options):
-        with pytest.raises(error, match=says):
-            call("alfworld", *args, data=str(tmp_path), **options)
-    refused(FileNotFoundError, "alfworld-download", make_env)
-    refused(FileNotFoundError, "alfworld-download", tasks, "train")
-    (tmp_path / "json_2.1.1" / "train").mkdir(parents=True)
-    refused(FileNotFoundError, "train; `alfworld-download`", tasks, "train")
-    refused(ValueError, "'test'.*train, valid_seen, valid_unseen", tasks, "test")
-    refused(ValueError, "horizon must be at least 1, got 0", make_env, horizon=0)
-    monkeypatch.setitem(sys.modules, "textworld", None)
-    with pytest.raises(ImportError, match="pip install alfworld"):
-        make_env("alfworld", data=str(tmp_path)).reset(TRIAL)
-
-
-@needs_games
-@needs_package
-@pytest.mark.parametrize("split, size, played", [
-    ("train", 3553, [1000]), ("valid_seen", 140, [0, -1]), ("valid_unseen", 134, [60])])
-def test_alfworld_has_all_its_games_and_the_expert_wins_them(split, size, played):
-    ids = tasks("alfworld", split)
-    root = os.path.join(os.environ["ALFWORLD_DATA"], "json_2.1.1")
-    assert len(ids) == size and ids == sorted(set(ids))
-    assert all(t.startswith(split + "/") and os.path.isdir(os.path.join(root, t)) for t in ids)
-    assert {t.split("/")[1].split("-")[0] for t in ids} == set(envs.CATEGORIES)
-    for number in played:
-        check_alfworld(make_env("alfworld"), ids[number])
-
-
 # ------------------------------------------------------------------------------------- webshop
 # The pages, the search and the reward are tested in worlds/test_webshop.py.
 
@@ -1079,51 +960,6 @@ def test_the_shop_follows_the_protocol(shop_data):
     assert env.expert() is None and env.advice() is None
 
 
-@pytest.mark.parametrize("action", ["", "look", "search[]", "Click[search]", "click[search]",
-                                    "search[dress] click[x]", "click[b00dress01 ]", "se\narch[x]"])
-def test_what_the_shop_cannot_use_changes_nothing_on_any_page(shop_data, action):
-    env = make_env("webshop", data=shop_data)
-    before = env.reset(0)
-    for n, way in enumerate([None, "search[dress]", "click[b00dress01]", "click[s]"]):
-        if way:
-            assert envs.ShopEpisode(*before).accepts(way)
-            obs, *_, info = env.step(way)
-            before = obs, info
-        assert not envs.ShopEpisode(*before).accepts(action)
-        obs, *outcome, info = env.step(action)
-        assert (obs, info) == before and outcome == [0.0, False, False]
-        assert env.steps == 2 * n + 1
-
-
-def test_a_purchase_that_is_not_all_that_was_asked_for_pays_nothing(shop_data):
-    env = make_env("webshop", data=shop_data, horizon=4)
-    dress, shirt = ["search[dress]", "click[b00dress01]"], ["search[shirt]", "click[b00shirt02]"]
-    # The shirt's price fits, and it is half the kind of thing that was asked for.
-    for way, score in ((dress, 0.5), (dress + ["click[s]"], 0.75), (shirt, 0.125)):
-        env.reset(goal_of(env.shop, TASK))
-        for action in way:
-            *_, info = answer = env.step(action)
-            assert answer[1:4] == (0.0, False, False) and info["score"] == 0.0
-        obs, reward, terminated, truncated, info = env.step("click[buy now]")
-        assert (reward, terminated, truncated, info["won"]) == (0.0, True, False, False)
-        assert info["score"] == pytest.approx(score) and obs.endswith(str(info["score"]))
-    env.reset(0)
-    assert [env.step("dance")[2:4] for _ in range(4)] == [(False, False)] * 3 + [(False, True)]
-
-
-def test_a_shops_task_is_a_goals_number(shop_data):
-    env = make_env("webshop", data=shop_data)
-    ids = tasks("webshop", "test_500", data=shop_data)
-    assert ids == ["0000000", "0000001", "0000002", "0000003"]
-    assert env.reset(ids[2])[1]["task"] == env.shop.goals[2]["text"]
-    assert tasks("webshop-human", "test_500", data=shop_data) == ["0000000"]
-    for task in ("4", "x", None):
-        with pytest.raises(ValueError, match="webshop: "):
-            env.reset(task)
-    with pytest.raises(ValueError, match="no split"):
-        tasks("webshop", "valid_seen", data=shop_data)
-
-
 def test_shop_prompts(shop_data):
     env = make_env("webshop", data=shop_data)
     episode = envs.ShopEpisode(*env.reset(goal_of(env.shop, TASK)))
@@ -1133,24 +969,14 @@ def test_shop_prompts(shop_data):
         assert text.count(task) == 1
         assert all(part in text for part in ("What you see: 'Search'\n", commands, envs.ANSWER))
     for action in ("search[dress]", "click[b00dress01]", "click[s]"):
-        assert episode.accepts(action)
         obs, *_, info = env.step(action)
         episode.took(action, obs, info)
-    assert not episode.accepts("click[m]") and not episode.accepts("dance")
-    assert episode.accepts("search[anything]")
-    text = episode.window_prompt(2)
+    text, full = episode.window_prompt(2), episode.full_prompt()
     assert text.count(task) == 1 and "Steps taken so far: 3." in text
     assert "What you did: click[s]" in text and "What you did: search" not in text
     page = "'Back to Search' [SEP] '< Prev' [SEP] 'color' [SEP] 'red | white' [SEP]"
     assert f"What you see: {page}" in text
-    full = episode.full_prompt()
     assert task not in full and envs.ANSWER not in full and "'click[buy now]'" in full
-    assert "Other commands" not in full
-    assert "Steps taken" not in episode.window_prompt(0) and "Commands on this page: [" in text
-    for letters, history in ((9000, True), (13000, False)):
-        episode.obs = obs.replace("Acme", "A" * letters)
-        text = episode.window_prompt(2)
-        assert ("Steps taken" in text) == history and task in text
 
 
 # ------------------------------------------------------------------------------ model and rollout
@@ -1215,15 +1041,6 @@ def test_kv_and_hf_play_the_same_games_and_agree_with_the_scoring_forward(archit
                 rtol=0)
 
 
-def test_sampling_depends_on_the_trajectory_alone():
-    lm = random_model("qwen2", 1)
-    together, _ = play(lm, "kv", "window", 1.0)
-    alone, _ = play(lm, "kv", "window", 1.0, games=GAMES[4:5], trajs=[4])
-    assert [t.action_ids for t in together if t.traj == 4] == [t.action_ids for t in alone]
-    other, _ = play(lm, "kv", "window", 1.0, seed=(4,))
-    assert [t.action_ids for t in together] != [t.action_ids for t in other]
-
-
 def kill_now_and_then(pool, when):
     """Kills a worker right after some of the actions that are sent to it."""
     step, sent = pool.step, iter(range(10 ** 6))
@@ -1256,49 +1073,24 @@ def test_who_answers_when_changes_nothing(context):
         assert again == play(lm, "kv", context, 1.0, rows=rows)[0]
 
 
-def test_positions_never_leave_the_model_and_sixteen_bits_are_read_alike():
-    """Learned positions have an end; and in every engine V and Q come from hidden states and not
-    from rounded logits."""
-    base = random_model("qwen2", 1)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt2", vocab_size=600, n_positions=64, n_embd=32, n_layer=2,
-                                  n_head=4, initializer_range=0.3)
-    learned = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    learned = dataclasses.replace(base, model=learned, value_ids=(598, 599), stop_ids=(4,))
+@pytest.mark.parametrize("engine", ["kv", "hf"])
+def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
+    lm = random_model("qwen2", 1)
     with torch.no_grad():  # two large rows, nearly the same: rounded logits would miss V by 0.05
-        (plus, minus), weight = base.value_ids, base.model.lm_head.weight
+        (plus, minus), weight = lm.value_ids, lm.model.lm_head.weight
         weight[minus] = 40 * weight[plus]
         weight[plus] = weight[minus] * 1.01
-    sixteen = dataclasses.replace(base, model=base.model.bfloat16())
+    lm = dataclasses.replace(lm, model=lm.model.bfloat16())
     prompts = [[7] * 10, list(range(5, 29)), [9] * 3]
     u = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)).numpy()
-    for lm, near, near_logp in ((learned, 1e-4, 1e-4), (sixteen, 0.01, 0.1)):
-        for engine in ("kv", "hf"):
-            said = Sampler(lm, engine, max_new=40)(range(3), prompts, u)
-            batch = make_batch([(p + r.ids, [(len(p), len(p) + len(r.ids))])
-                                for p, r in zip(prompts, said)])
-            with torch.no_grad():
-                logp, _, p_v, p_q = lm.score(batch)
-            torch.testing.assert_close(values_of(said), lm.r_max * torch.stack([p_v, p_q], 1),
-                                       atol=near, rtol=0)
-            sampled = torch.tensor([x for r in said for x in r.logp])
-            assert (sampled - logp).abs().max() < near_logp
-
-
-def test_nobody_waits_for_the_longest_response():
-    lm = random_model("qwen2", 1)
-    turns, sampler = play(lm, "kv", "window", 1.0, max_new=60, horizon=8)
-    lengths = [[len(t.action_ids) for t in turns if t.turn == n] for n in range(8)]
-    lockstep = sum(max(row) for row in lengths)
-    busiest = max(sum(len(t.action_ids) + rollout_module.ANSWER_STEPS
-                      for t in turns if t.traj == n) for n in range(len(GAMES)))
-    assert max(map(sum, zip(*lengths))) <= sampler.steps <= busiest + 8 < lockstep
-    # A row that has ended is decoded no further.
-    assert sampler.tokens_decoded == sampler.tokens_sampled
-    turns, theirs = play(lm, "hf", "window", 1.0, max_new=60, horizon=8)
-    assert theirs.steps == sum(max(len(t.action_ids) for t in turns if t.turn == n)
-                               for n in range(8))
-    assert theirs.tokens_decoded > 1.3 * theirs.tokens_sampled
+    said = Sampler(lm, engine, max_new=40)(range(3), prompts, u)
+    batch = make_batch([(p + r.ids, [(len(p), len(p) + len(r.ids))])
+                        for p, r in zip(prompts, said)])
+    with torch.no_grad():
+        logp, _, p_v, p_q = lm.score(batch)
+    torch.testing.assert_close(values_of(said), lm.r_max * torch.stack([p_v, p_q], 1), atol=0.01,
+                               rtol=0)
+    assert (torch.tensor([x for r in said for x in r.logp]) - logp).abs().max() < 0.1
 
 
 def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_up():
@@ -1320,28 +1112,6 @@ def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_u
         if turn == 2:  # an episode ends; its row is used again
             kv.drop(0)
             talks[0] = []
-
-
-def test_a_sampler_that_forgets_starts_anew_and_keeps_its_memory():
-    lm = random_model("qwen2", 1)
-    prompt, u = [7] * 10, torch.rand(1, 12, generator=torch.Generator().manual_seed(0)).numpy()
-    for engine in ("kv", "hf"):
-        sampler = Sampler(lm, engine, "full", 12)
-        first, = sampler([0], [prompt], u)
-        sampler.add(0, prompt + first.ids + [9], u[0])
-        sampler.add(1, prompt, u[0])
-        before = sampler.tokens_encoded, sampler.tokens_sampled, sampler.steps
-        if engine == "kv":
-            sampler.run(1)
-            held, before = sampler.rows.layers[0].keys.data_ptr(), None
-        assert sampler.busy
-        sampler.forget()
-        assert not sampler.busy and sampler.run() == []
-        if before:  # counts only ever grow; nothing was computed here
-            assert before == (sampler.tokens_encoded, sampler.tokens_sampled, sampler.steps)
-        again, = sampler([0], [prompt], u)
-        assert again.ids == first.ids and again.v == pytest.approx(first.v, abs=1e-4)
-        assert engine == "hf" or sampler.rows.layers[0].keys.data_ptr() == held
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
@@ -1407,24 +1177,6 @@ def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
     assert made[0] == made[1] < made[2] == made[3] <= made[1] + 6 and made[4] == made[5]
 
 
-@pytest.mark.parametrize("flags", [[], ["--checkpointing"]])
-def test_updates_use_the_graphs_that_were_tried_out(tmp_path, monkeypatch, caplog, flags):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    lm = random_model("qwen2", 1, layers=1)
-    config = small_config(tmp_path, *flags, "--compile", "--tokens_per_micro_batch", "1000")
-    lm = train.fitted(lm, config)
-    case = prepared(tmp_path, *flags, "--tokens_per_micro_batch", "2000", lm=lm)
-    play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
-    assert case.learner.lm.compile and not lm.model.training
-    assert all(len(micro.batch.ids) > 1 for mini in case.batches for micro in mini)
-    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for n in range(len(case.batches)):
-        case.step(n)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
-    assert not [r for r in caplog.records if r.name == "sapo"]  # nothing fell back
-
-
 def as_on_a_gpu(monkeypatch):
     """What a GPU does, on the CPU; a captured step is run again."""
     def replay_by_running(captured, n, span):
@@ -1466,7 +1218,6 @@ def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypat
     for ours, theirs in zip(fast.compiled_scoring(lm, 1000).score(batch), lm.score(batch)):
         torch.testing.assert_close(ours, theirs)
     said = [record.getMessage() for record in caplog.records]
-    assert all("\n" not in line for line in said)
     # Layers, what draws and what notes a token, once captured and once not; layers and what is
     # made of the logits in scoring; and the capture of the compiled and of the plain step.
     assert sum("torch.compile failed" in line and "no compiler here" in line for line in said) == 8
@@ -1478,47 +1229,31 @@ def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog)
         rows = captured.step.__self__.rows
         return types.SimpleNamespace(replay=lambda: captured.step(n, span) or rows.p.add_(0.1))
 
-    lm = random_model("qwen2", 1)
-    plain = play(lm, "kv", "window", 1.0)[0]
-    as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(fast.Captured, "capture", wrong)
-    turns, sampler = play(lm, "kv", "window", 1.0)
-    same_tokens_and_values(plain, turns)
-    assert not isinstance(sampler.decoder, fast.Captured)
-    assert [r.getMessage().split(" is ")[0] for r in caplog.records] == ["captured sampling"]
-
     def by_another_number(function):  # the tokens are others, and their log-probs right
         def drawn(n):
-            with monkeypatch.context() as wrong:
-                wrong.setattr(rollout_module, "choose", lambda logits, u, *rest: choose(
+            with monkeypatch.context() as patch:
+                patch.setattr(rollout_module, "choose", lambda logits, u, *rest: choose(
                     logits, (u + 0.5) % 1, *rest))
                 return function(n)
         return drawn if function.__name__ == "draw_tokens" else function
 
+    lm = random_model("qwen2", 1)
+    plain = play(lm, "kv", "window", 1.0)[0]
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(fast, "compiled_layers", lambda body: body)
     monkeypatch.setattr(fast, "compiled", by_another_number)
-    for context in ("window", "full"):
-        caplog.clear()
-        turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": True})
-        assert sampler.decoder.__name__ == "decode_one_token"
-        assert [r.getMessage().split(" is ")[0] for r in caplog.records] == [
-            "compiled captured sampling", "captured sampling", "compiled sampling"]
+    _, sampler = play(lm, "kv", "full", 1.0, sampler_options={"compile": True})
+    assert isinstance(sampler.decoder, fast.Captured) and len(caplog.records) == 1
+    monkeypatch.setattr(fast.Captured, "capture", wrong)
+    turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
+    same_tokens_and_values(plain, turns)
+    assert sampler.decoder.__name__ == "decode_one_token"
+    assert [r.getMessage().split(" is ")[0] for r in caplog.records[1:]] == [
+        "compiled captured sampling", "captured sampling", "compiled sampling"]
     monkeypatch.setattr(fast, "compiled_layers", lambda body: lambda **inputs: (
         types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
     monkeypatch.setattr(fast, "compiled", lambda function: function)
     assert fast.compiled_scoring(lm, 1000) is lm and "compiled scoring" in caplog.text
-
-    def of_other_tokens(function):  # the gradients, much larger numbers, are right
-        def run(*args):
-            logp, h = function(*args)
-            return logp + (logp.roll(1) - logp).detach(), h
-        return run
-
-    lm = dataclasses.replace(lm, model=copy.deepcopy(lm.model).bfloat16())
-    monkeypatch.setattr(fast, "compiled_layers", lambda body: body)
-    assert fast.compiled_scoring(lm, 1000) is not lm
-    monkeypatch.setattr(fast, "compiled", of_other_tokens)
-    assert fast.compiled_scoring(lm, 1000) is lm
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -1531,21 +1266,6 @@ def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     assert sampler.decoder.graphs
     same_tokens_and_values(on_cpu, turns)
     same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_captured_graphs_in_16_bits_sample_what_scoring_finds(gpu, context):
-    lm = random_model("qwen2", 1)
-    lm = dataclasses.replace(lm, model=lm.model.cuda().bfloat16())
-    turns, sampler = play(lm, "kv", context, 1.0)
-    assert sampler.decoder.graphs
-    batch = make_batch([sample[:2] for sample in make_samples(turns, context)]).to(lm.device)
-    with torch.no_grad():
-        logp, _, p_v, p_q = lm.score(batch)
-    sampled = torch.tensor([x for t in turns for x in t.logp], device=lm.device)
-    assert (logp - sampled).abs().max() < 0.1
-    torch.testing.assert_close(values_of(turns).to(lm.device),
-                               lm.r_max * torch.stack([p_v, p_q], 1), atol=0.05, rtol=0)
 
 
 def test_full_context_encodes_every_token_once():
@@ -1661,37 +1381,6 @@ def test_a_token_after_a_boundary_changes_no_value_before_it():
                 assert same.item() == (changed > boundary), (changed, which, turn)
 
 
-def test_the_separate_critic_values_a_token_before_it_is_said():
-    lm = random_model("qwen2", 2)
-    critic, ids, spans = Critic(lm), torch.randint(5, 500, (30,)).tolist(), [(8, 13), (20, 25)]
-    assert not critic(make_batch([(ids, spans)])).any()  # it starts at 0
-    torch.nn.init.normal_(critic.head.weight)
-    before = critic(make_batch([(ids, spans)]))
-    for changed in range(30):
-        after = critic(make_batch([(ids[:changed] + [501] + ids[changed + 1:], spans)]))
-        for n, at in enumerate((*range(8, 13), *range(20, 25))):
-            same = torch.isclose(before[n], after[n], atol=1e-6, rtol=0).item()
-            assert same == (changed >= at), (changed, at)
-
-
-def test_scoring_ignores_padding_order_and_company():
-    lm = random_model("llama", 3)
-    rng = random.Random(0)
-    samples = []
-    for n in (40, 9, 25, 17):
-        ids = [rng.randrange(5, 500) for _ in range(n)]
-        samples.append((ids, [(3, 6), (n - 2, n)]))
-    batch = make_batch(samples)
-    scores = lm.score(batch)
-    assert [len(x) for x in scores] == [4 * 5, 4 * 5, 4 * 2, 4 * 2]  # response tokens, turns
-    for i, sample in enumerate(samples):
-        alone = lm.score(make_batch([sample]))
-        for name, axis in (("logp", batch.token_row), ("entropy", batch.token_row),
-                           ("p_v", batch.row), ("p_q", batch.row)):
-            torch.testing.assert_close(getattr(scores, name)[axis == i], getattr(alone, name),
-                                       atol=1e-5, rtol=0)
-
-
 def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain():
     lm = random_model("qwen2", 1)
     free, _ = play(lm, "kv", "window", 1.0)
@@ -1732,18 +1421,6 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
     assert len(facts) == 6
 
 
-def test_an_empty_response_is_an_invalid_turn_of_one_token():
-    lm = random_model("qwen2", 1)
-    with torch.no_grad():
-        lm.model.lm_head.weight.zero_()
-        lm.model.model.norm.weight.fill_(0)
-    lm = dataclasses.replace(lm, stop_ids=tuple(range(5, 600)))  # nearly every token ends it
-    turns, _ = play(lm, "kv", "window", 1.0, horizon=2)
-    empty = [t for t in turns if t.text == ""]
-    assert empty
-    assert all(t.invalid and t.action == "" and len(t.action_ids) == 1 for t in empty)
-
-
 def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
     lm = random_tiny()
     tokenizer, stops, size = lm.tokenizer, lm.stop_ids, len(lm.tokenizer)
@@ -1781,18 +1458,9 @@ def test_the_conversation_grows_by_appending():
     assert lm.chat.first("one") + said + lm.chat.later("two", said[-1]) == whole
 
 
-def odd_model(architecture):
+def odd_model():
     """A model whose attention is not what the kv engine takes it for."""
     lm = random_model("qwen2", 1)
-    if architecture == "gemma2":
-        config = AutoConfig.for_model(
-            "gemma2", vocab_size=700, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            layer_types=["full_attention"] * 2, sliding_window=64)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        return dataclasses.replace(lm, model=model)
-    if architecture == "dynamic":
-        lm.model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     attention = lm.model.model.layers[1].self_attn
     forward = attention.forward
 
@@ -1808,59 +1476,23 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     lm = random_model("qwen2", 1)
     lm.tokenizer.chat_template = None
     lm.save(tmp_path / "mute")
-    (tmp_path / "empty").mkdir()
     for name, complaint in ((str(tmp_path / "mute"), "chat template"),
-                            (str(tmp_path / "empty"), "cannot load"),
-                            ("nobody/nothing", "cannot load"), ("no-such-model", "no folder here"),
+                            (str(tmp_path), "cannot load"), ("no-such-model", "no folder here"),
                             ("runs/x/nope", "no such folder"),
-                            ("Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct is not in")):
+                            ("Qwen2.5-1.5B-Instruct", "cannot load")):
         with pytest.raises(ValueError, match=complaint):
             load(name)
     lm = random_model("qwen2", 1)
     lm.model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM, use --engine hf: .*sliding"):
-        Sampler(lm)
-    for architecture, says in (("gemma2", "attention with softcap"),
-                               ("odd", "tokens are right; off by"),
-                               ("dynamic", "positions depend on length")):
+    for lm, says in ((lm, "Qwen2ForCausalLM, use --engine hf: .*sliding"),
+                     (odd_model(), "tokens are right; off by")):
         with pytest.raises(ValueError, match=says):
-            Sampler(odd_model(architecture))
-    for engine, context, wrong in (("vllm", "full", "vllm"), ("kv", "half", "half")):
-        with pytest.raises(ValueError, match=f"'{wrong}'.* known: kv, hf; window, full"):
-            Sampler(lm, engine, context)
+            Sampler(lm)
 
 
-def test_a_model_that_cannot_take_our_attention_keeps_its_own_and_stays_causal():
-    """Bloom's class calls no attention function by name. With dropout, as from_config makes it."""
-    base = random_tiny()
-    config = AutoConfig.for_model(
-        "bloom", vocab_size=len(base.tokenizer) + 2, hidden_size=32, n_layer=2, n_head=4,
-        hidden_dropout=0.3, eos_token_id=None, bos_token_id=None, pad_token_id=None)
-    torch.manual_seed(0)
-    lm = actor_critic(AutoModelForCausalLM.from_config(config), base.tokenizer)
-    assert lm.model.config._attn_implementation == "eager" and not lm.model.training
-    one, other = torch.randint(5, 300, (2, 1, 12))
-    other[0, :8] = one[0, :8]
-    with torch.no_grad():
-        assert lm.body(one)[0, :8].equal(lm.body(other)[0, :8])
-    response, = Sampler(lm, "hf", max_new=5)([0], [[5, 6, 7]], torch.rand(1, 5))
-    batch = make_batch([([5, 6, 7] + response.ids, [(3, 3 + len(response.ids))])])
-    assert lm.score(batch).logp.tolist() == pytest.approx(response.logp, abs=1e-5)
-
-
-def test_a_head_that_changes_its_logits_is_refused_and_each_model_attends_by_its_own_function():
+def test_a_head_that_changes_its_logits_is_refused():
     lm = random_model("qwen2", 1)
-    assert lm.model.config._attn_implementation == "grouped"
-    own, forward = lm.model.generation_config, lm.model.forward
-    with pytest.raises(KeyError), pytest.MonkeyPatch.context() as patch:
-
-        def generate(*_, **__):
-            assert lm.model.config._attn_implementation == "sdpa"
-            raise KeyError
-
-        patch.setattr(lm.model, "generate", generate)
-        Sampler(lm, "hf", max_new=3)([0], [[5, 6]], torch.rand(1, 3))
-    assert lm.model.config._attn_implementation == "grouped" and lm.model.generation_config is own
+    forward = lm.model.forward
 
     def capped(*args, **kwargs):
         out = forward(*args, **kwargs)
@@ -1962,6 +1594,7 @@ CONTEXTS = pytest.mark.parametrize("context", ["window", "full"])
 
 
 def test_the_loop_is_the_one_in_the_readme_and_fits_a_screen():
+    assert len(dataclasses.fields(train.Config)) <= 45
     loop = inspect.getsource(train.train).strip()
     assert len(loop.splitlines()) <= 30
     shown = re.findall(r"```python\n(.*?)```", pathlib.Path(HERE, "README.md").read_text(), re.S)
@@ -2061,14 +1694,11 @@ def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, 
         assert m.batch.ids.numel() <= max(500, m.batch.ids.shape[1])
         assert m.tokens == slice(tokens, tokens + len(said))
         assert m.turns == slice(n, n + len(mine))
-        assert (m.batch.turn_of + n).equal(played.turn_of[m.tokens])
         tokens, n = m.tokens.stop, m.turns.stop
     assert n == len(turns) and tokens == len(played.turn_of) == len(played.logp)
     assert played.turn_of.tolist() == [n for n, t in enumerate(turns) for _ in t.action_ids]
-    orders = {tuple((t.traj, t.turn) for t in train.pack(
-        turns, dataclasses.replace(config, seed=seed), iteration, "cpu")[0].turns)
-        for seed, iteration in ((0, 0), (0, 1), (1, 0))}
-    assert len(orders) == 3 and tuple(seen) in orders
+    other = train.pack(turns, dataclasses.replace(config, seed=1), 0, "cpu")[0].turns
+    assert seen != [(t.traj, t.turn) for t in other]
 
 
 def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
@@ -2083,27 +1713,6 @@ def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
     with pytest.raises(ValueError, match="5 steps in a row were not finite; lower --lr"):
         bad.step()
     assert case.learner.optimizers[""].step.call_count == 2
-
-
-def test_the_metrics_of_an_iteration():
-    turns, rng = play(random_model("qwen2"), "kv", "window", 1.0)[0], random.Random(0)
-    for t in turns:
-        for name in ("won", "score", "truncated", "outgrown", "invalid", "admissible"):
-            setattr(t, name, rng.randrange(2))
-    line, ends = train.episode_numbers(turns, envs.CATEGORIES), [t for t in turns if t.done]
-    share = lambda of, name: pytest.approx(sum(getattr(t, name) for t in of) / len(of))
-    assert (line["episodes"], line["turns"], line["success"]) == (7, len(turns), share(ends, "won"))
-    assert all(line[name] == share(ends, name) for name in ("score", "truncated", "outgrown"))
-    assert 1 - line["valid_actions"] == share(turns, "invalid")
-    assert line["admissible_actions"] == share(turns, "admissible")
-    for category, column in envs.CATEGORIES.items():
-        mine = [t for t in ends if t.category == category]
-        assert line["success_by_category"][column] == (share(mine, "won") if mine else None)
-    targets = train.Targets(None, tensor([1, 2, 3]), tensor([3, 3, 3]), tensor([1, 2, 9]))
-    steps = [{"loss": 1.0, "ratio_max": 2, "skipped": 0}, {"loss": 4, "ratio_max": 1, "skipped": 1}]
-    assert train.numbers_of(targets, steps) == pytest.approx({
-        "loss": 2.5, "ratio_max": 2, "skipped": 1, "return_mean": 4, "v_mean": 2, "q_mean": 3,
-        "v_explained_variance": 1 - 12 / 19, "q_explained_variance": 0})
 
 
 def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_made(tmp_path,
@@ -2152,21 +1761,6 @@ def test_every_game_comes_once_before_any_comes_twice_and_group_size_times(tmp_p
     once = drawn[::2]
     assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
     assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))
-
-
-def test_settings_follow_from_each_other_or_are_refused(tmp_path):
-    assert len(dataclasses.fields(train.Config)) <= 45
-    tiny, folder = (small_config(tmp_path, "--model", name) for name in ("tiny", TINY_HOUSE))
-    assert dataclasses.replace(folder, model="tiny") == tiny and tiny.lr == 4e-4
-    assert small_config(tmp_path, "--model", TINY_HOUSE, "--lr", 1e-5).lr == 1e-5
-    for flags, says in (
-            ("--algo a2c", "--algo.*a2c.*sapo-separate.*gigpo-nostd"),
-            ("--algo grpo --group_size 4", "--group_size 4 does not fit --tasks 6"),
-            ("--algo empg --group_size 3 --old rollout", "--algo empg.*--old rollout"),
-            ("--algo ppo --gamma 1", "--gamma does nothing with --algo ppo"),
-            ("--context full --history 3", "--history does nothing.*--context full")):
-        with pytest.raises(ValueError, match=says):
-            small_config(tmp_path, *flags.split())
 
 
 # ---- the algorithms SAPO is compared with
@@ -2237,22 +1831,7 @@ def test_v_is_a_separate_critics_or_zero(tmp_path, flags, context):
     assert case.old.p_v.any() and v.any() == bool(case.learner.critic)
 
 
-@pytest.mark.parametrize("algo, axis", [("ppo", "tokens"), ("sapo-separate", "turns")])
-def test_a_critics_loss_is_clipped_and_a_mean(tmp_path, algo, axis):
-    case = prepared(tmp_path, "--algo", algo, "--clip", 0.04, "--lr", 1e-3, "--critic_lr", 3e-3)
-    learner, targets = case.learner, case.targets
-    assert learner.rate("_critic", 0) == pytest.approx(3 * learner.rate("", 0))
-    then = targets.value_old + 0.1 * torch.sin(torch.arange(len(targets.value_old)))
-    columns = [torch.cat([x[getattr(micro, axis)] for micro in case.batches[0]])
-               for x in (targets.value_old, then, targets.value_target)]
-    info = case._replace(targets=targets._replace(value_old=then)).step()
-    assert info["loss_critic"] == pytest.approx(value_by_loop(*columns, 0.04), rel=1e-4)
-
-
 # ---- whole runs
-
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
 
 class Alone:
     """train.py in processes of its own, one for each rank, which begin with everything imported."""
@@ -2400,48 +1979,23 @@ def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path, unclipped):
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-6, rtol=1e-5)
 
 
-def test_compiled_layers_recompute_their_activations(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("compile", [False, True])
+def test_recomputed_activations_change_no_gradient(tmp_path, unclipped, monkeypatch, compile):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     found = []
-    for compile in (False, True):
+    for flags in ((), ("--checkpointing",)):
         lm, saved = random_model("qwen2", 1), []
-        lm = train.fitted(lm, small_config(tmp_path, "--checkpointing"))
-        case = prepared(tmp_path, "--checkpointing", lm=dataclasses.replace(lm, compile=compile))
+        lm = train.fitted(lm, small_config(tmp_path, *flags))
+        lm = dataclasses.replace(lm, compile=compile and bool(flags))
+        case = prepared(tmp_path, *flags, lm=lm)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
                                                       lambda x: x):
             case.step()
         found.append(gradient(lm.model))
         wide = lm.model.config.intermediate_size  # of what the MLP makes of hundreds of tokens
-        assert not any(math.prod(shape) > 100 * wide and shape[-1] == wide for shape in saved)
+        kept = any(math.prod(shape) > 100 * wide and shape[-1] == wide for shape in saved)
+        assert kept == (not flags) and not lm.model.training
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
-    assert not [r for r in caplog.records if r.name == "sapo"]  # nothing fell back
-
-
-def test_recomputed_activations_change_no_gradient(tmp_path, unclipped):
-    found = []
-    for flags in ((), ("--checkpointing",)):
-        case = prepared(tmp_path, *flags)
-        model, calls = train.fitted(case.learner.lm, case.learner.config).model, []
-        model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-        case.step()
-        assert len(calls) == (2 if flags else 1) * len(case.batches[0])
-        found.append(gradient(model))
-        assert not model.training
-    torch.testing.assert_close(*found, atol=1e-7, rtol=1e-5)
-
-
-def test_the_samplers_own_statistics_are_those_of_the_pass(tmp_path):
-    for context in ("window", "full"):
-        case = prepared(tmp_path, "--context", context)
-        config = dataclasses.replace(case.learner.config, old="rollout")
-        for its in (config, case.learner.config):
-            old, off = train.score_old(case.learner.lm, case.played, case.batches, its)
-            assert 0 < off < 1e-4
-            for name in ("logp", "p_v", "p_q"):
-                torch.testing.assert_close(getattr(old, name), getattr(case.old, name), atol=1e-4,
-                                           rtol=0)
-        assert train.score_old(case.learner.lm, case.played, case.batches, config)[0].logp.equal(
-            case.played.logp)
 
 
 SMALL = ["--tasks", "4", "--iterations", "4", "--horizon", "4", "--eval_games", "2",
@@ -2555,11 +2109,6 @@ def test_any_number_of_ranks_has_the_gradient_of_one(tmp_path, context):
         assert info == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
 
 
-SEVEN_B = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-               num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
-               tie_word_embeddings=False)
-
-
 def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--lr", 1e-4, "--out", run)
@@ -2628,8 +2177,11 @@ def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path
 
 def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_here(tmp_path,
                                                                                   monkeypatch):
-    """It lies in the working directory, and is played here and in processes of its own."""
-    (tmp_path / "mine.py").write_text(MY_ENV)
+    """It lies in the working directory, and is played here and in processes of its own. Its tasks
+    may be numbers, and its types NumPy's."""
+    mine = MY_ENV.replace('f"{split}-{n}" for', "n for").replace("self.at == self.places",
+                                                                "np.bool_(self.at == self.places)")
+    (tmp_path / "mine.py").write_text("import numpy as np\n" + mine)
     monkeypatch.chdir(tmp_path)
     for workers in (0, 1):
         its = tmp_path / f"runs/Corridor-tiny-eval_games=4-places=2-tasks=4-{workers}"
@@ -2638,7 +2190,6 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
                  "--eval_games", 4, "--places", 2, "--seed", workers)
         line, = read_lines(its / "metrics.jsonl")
         assert line["episodes"] == 4 and line["turns"] >= 8
-        assert {e["category"] for e in read_lines(its / "eval.jsonl")} == {"corridor"}
     run_main(evaluation, monkeypatch, "--model", its)
     assert (its / "eval-test.json").is_file()
     for name, why in (("mine:Door", "has no attribute 'Door'"), ("yours:Corridor", "No module"),
@@ -2650,115 +2201,62 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
 @pytest.mark.parametrize("old, new, says", [
     ('reward, info["won"], late', "reward, late", "not enough values to unpack"),
     ('"category": "corridor", ', "", "KeyError: 'category'"),
-    ('envs.REWARD * info["won"]', "'good'", "could not convert string to float: 'good'"),
     ('late and not info["won"]', "False", "goes on after 6 turns"),
-    ("100 if", "0 if", "no tasks in the split 'train'"),
-    ('f"{split}-{n}" for', "n for", None),
-    ("self.at == self.places", "np.bool_(self.at == self.places)", None)])
+    ("100 if", "0 if", "no tasks in the split 'train'")])
 def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, new, says):
-    """What is right, though its tasks are numbers or its types NumPy's, is played."""
     assert MY_ENV.count(old) == 1
     name = tmp_path.name  # modules are kept by their names
-    (tmp_path / f"{name}.py").write_text("import numpy as np\n" + MY_ENV.replace(old, new))
+    (tmp_path / f"{name}.py").write_text(MY_ENV.replace(old, new))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=says) if says else contextlib.nullcontext():
+    with pytest.raises(SystemExit, match=says):
         run_main(train, monkeypatch, "--env", f"{name}:Corridor", "--tasks", 2, "--iterations", 1,
                  "--eval_games", 2, "--out", "run")
 
 
-def test_five_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "normalize_advantages", lambda adv, **_: adv * NAN)
-    with pytest.raises(SystemExit, match="5 steps in a row"):
-        run_main(train, monkeypatch, *SMALL, "--mini_batch", 3, "--out", tmp_path / "run")
-    assert capsys.readouterr().out.count("a step is skipped: its loss is nan") == 5
-    # The checkpoint before it is the last good one, and here there was none.
-    assert not list((tmp_path / "run").glob("checkpoint*"))
-
-
-@pytest.mark.parametrize("argv, complaints", [  # one of each kind
-    (["--old", "never"], ["--old", "never", "recompute", "rollout"]),
-    (["--env", "hose"], ["hose", "known: house, alfworld"]),
-    (["--model", "nobody/nothing"], ["cannot load model", "nobody/nothing"]),
-    (["--model", f"{HERE}/results"], ["cannot load model", "is of no model"]),
-    pytest.param(["--env", "alfworld", "--data", "nowhere"], ["alfworld-download"],
+@pytest.mark.parametrize("module, argv, complaints", [  # one of each kind
+    (train, ["--learning_rate", "1"], ["--learning_rate"]),
+    (train, ["--old", "never"], ["--old", "never", "recompute", "rollout"]),
+    (train, ["--env", "hose"], ["hose", "known: house, alfworld"]),
+    (train, ["--model", "nobody/nothing"], ["cannot load model", "nobody/nothing"]),
+    pytest.param(train, ["--env", "alfworld", "--data", "nowhere"], ["alfworld-download"],
                  marks=needs_package),
-    (["--places", "2"], ["places must be at least 5"]),
-    (["--max_new", "20000"], ["longer context"]),
-    (["--value_tokens", "77", "99999"], ["99999", "rows"]),
-    (["--algo", "grpo", "--c_v", "0.3"], ["--c_v", "grpo"]),
-    (["--env", "webshop", "--places", "3"], ["--places does nothing with", "--env webshop"])],
-    ids=" ".join)
-def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, argv, complaints):
+    (train, ["--max_new", "20000"], ["longer context"]),
+    (train, ["--value_tokens", "77", "99999"], ["99999", "rows"]),
+    (train, ["--algo", "grpo", "--group_size", "5"], ["--group_size 5 does not fit --tasks 64"]),
+    (train, ["--algo", "ppo", "--gamma", "1"], ["--gamma does nothing with --algo ppo"]),
+    (train, ["--env", "webshop", "--places", "3"], ["--places does nothing", "--env webshop"]),
+    (evaluation, ["--model", "tiny", "--split", "dev"], ["known: train, test"]),
+    (evaluation, [], ["--model is missing"]),
+    (evaluation, ["--plot", "nowhere"], ["none of these"])])
+def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, module, argv,
+                                                         complaints):
     with pytest.raises(SystemExit) as stop:
-        run_main(train, monkeypatch, "--out", tmp_path / "run", *argv)
+        run_main(module, monkeypatch, "--out", tmp_path / "run", *argv)
     assert all(part in str(stop.value) for part in complaints) and "\n" not in str(stop.value)
-
-
-def test_unknown_flags_and_splits_are_refused(tmp_path, monkeypatch, capsys):
-    for module in (train, evaluation):
-        with pytest.raises(SystemExit) as stop:
-            run_main(module, monkeypatch, "--learning_rate", "1")
-        assert "--learning_rate" in str(stop.value) + capsys.readouterr().err
-    for argv, complaint in ((["--model", "tiny", "--split", "dev"], "known: train, test"),
-                            ([], "--model is missing"), (["--plot", tmp_path], "none of these"),
-                            (["--model", tmp_path], "cannot load"),
-                            (["--model", "tiny", "--env", "kitchen"], "known: house")):
-        with pytest.raises(SystemExit) as stop:
-            run_main(evaluation, monkeypatch, *argv)
-        assert complaint in str(stop.value)
-
-
-def test_a_run_of_several_ranks_evaluates_what_one_does(tmp_path):
-    """torchrun eval.py splits its games; what is written is the same to the byte."""
-    flags = ["--model", TINY_HOUSE, "--limit", "6", "--horizon", "4", "--temperature", "1"]
-    for name, start in (("one", []), ("two", TWO_RANKS)):
-        subprocess.run([sys.executable, *start, "eval.py", *flags, "--out",
-                        f"{tmp_path}/{name}.json"], cwd=HERE, check=True, capture_output=True,
-                       env=os.environ | {"OMP_NUM_THREADS": "1"})
-    for kind in ("json", "jsonl"):
-        assert (tmp_path / f"one.{kind}").read_bytes() == (tmp_path / f"two.{kind}").read_bytes()
-    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
-    those after iteration 2. What is trained does not notice. Elsewhere than in a terminal an
-    iteration is a line."""
+    those after iteration 2."""
     success, run = [0.25, 0.5, 0.5, 0.25], tmp_path / "run"
     looks, keep = iter(success), train.evaluate_and_keep
 
     def look(*about):
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "share", lambda records: {"success": next(looks)})
+            patch.setattr(evaluation, "report", lambda records: {"success": next(looks)})
             return keep(*about)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "evaluate_and_keep", look)
         run_main(train, monkeypatch, *SMALL, "--eval_every", 1, "--out", run)
-    said = capsys.readouterr().out
-    lines = read_lines(run / "metrics.jsonl")
-    assert [line.pop("held_out") for line in lines] == success
-    assert said.count("the best so far") == 2 and said.count("SAPO, ") >= 4
-    assert "minutes" in said and f"python eval.py --model {run}" in said
-    run_main(train, monkeypatch, *SMALL, "--out", tmp_path / "plain")
-    weights, plain_lines, result = outcome(tmp_path / "plain")
-    assert weights == (run / "final" / "model.safetensors").read_bytes()
-    assert result == json.loads((run / "eval.json").read_text())
-    assert [{k: line[k] for k in plain_lines[0]} for line in lines] == plain_lines
-    best = load(str(run / "best")).model.state_dict()
-    final = load(str(run / "final")).model.state_dict()
-    assert not all(x.equal(best[name]) for name, x in final.items())
+    assert [line["held_out"] for line in read_lines(run / "metrics.jsonl")] == success
+    assert capsys.readouterr().out.count("the best so far") == 2
+    best, final = (run / part / "model.safetensors" for part in ("best", "final"))
+    assert best.read_bytes() != final.read_bytes()
     for part in ("best", "final", "checkpoint-4"):  # each is evaluated as the run was
         args = evaluation.make_parser("").parse_args(["--model", f"{run}/{part}"])
         assert evaluation.complete(args) == run / part
         assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
-    shutil.copytree(run / "final", tmp_path / "other" / "checkpoint-4")  # of another trainer
-    shutil.copy(run / "final" / "config.json", tmp_path / "other")
-    for name in ("none/best", "other/checkpoint-4", "other"):
-        stray = evaluation.make_parser("").parse_args(["--model", str(tmp_path / name)])
-        assert evaluation.complete(stray) is None and stray.max_new == 512
-    run_main(evaluation, monkeypatch, "--model", run / "best", "--limit", 2)
-    assert (run / "eval-best-test.json").is_file()
 
 
 def test_intervals_and_tables():
@@ -2770,11 +2268,9 @@ def test_intervals_and_tables():
             for i, c in enumerate(["Pick", "Pick", "Look"])]
     report = evaluation.report(rows)
     assert report["score"] == 0.5 and report["success"] == pytest.approx(2 / 3)
-    assert report["by_category"]["Pick"]["success"] == 0.5 and "Cool" not in report["by_category"]
+    assert report["success_by_category"] == {"Look": 1.0, "Pick": 0.5}
     assert "66.7    50.0     3   20.8-93.8" in evaluation.table({"x": report}, envs.WebShop)
-    assert "Pick2" in evaluation.table({"x": report}, envs.House)
     assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6]
-    assert evaluation.spaced([1, 2], 0) == [1, 2] and evaluation.spaced([1, 2], 5) == [1, 2]
 
 
 def a_run(folder, success, seconds, env="house", **config):
@@ -2785,7 +2281,6 @@ def a_run(folder, success, seconds, env="house", **config):
     line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0}
     line |= dict.fromkeys(evaluation.PANELS, 0.1) | {"success": success}
     (folder / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
-    (folder / "cost.json").write_text('{"peak_memory": 1.5}')
     result = {"success": success, "success_before": 0.25, "score": success, "score_before": 0.5,
               "success_by_category": {"Pick": success, "Look": None},
               "success_before_by_category": {"Pick": 0.2}}
@@ -2794,21 +2289,19 @@ def a_run(folder, success, seconds, env="house", **config):
 
 
 def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
-    runs = [a_run(tmp_path / "sapo-1", 0.8, 10, seed=1, resume=True),
-            a_run(tmp_path / "sapo-2", 0.9, 20, seed=2, workers=4),  # with a flag of other days
+    runs = [a_run(tmp_path / "sapo-1", 0.8, 10, seed=1),
+            a_run(tmp_path / "sapo-2", 0.9, 20, seed=2),
             a_run(tmp_path / "ppo-0", 0.5, 5, algo="ppo")]
     (tmp_path / "torn").mkdir()
     run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn")
     said = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
     assert rows[0] == ["method", "seeds", "Pick", "Look", "Clean", "Heat", "Cool", "Pick2", "All",
-                       "seconds", "M tokens", "GB"] and said.err.count("left out") == 1
+                       "seconds", "M tokens"] and said.err.count("left out") == 1
     assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
     assert rows[3] == ["sapo", "2", "85.0 ± 5.0", *["–"] * 5, "85.0 ± 5.0", "30 ± 10",
-                       "2.00 ± 0.00", "1.50"]
+                       "2.00 ± 0.00"]
     assert rows[4][0] == "ppo" and rows[4][2] == "50.0"
-    run_main(evaluation, monkeypatch, "--table", a_run(tmp_path / "s", 0.25, 9, env="webshop"))
-    assert "| Score | Success | seconds" in capsys.readouterr().out
     drawn, save = {}, evaluation.Figure.savefig
 
     def look(figure, *args, **options):
@@ -2820,14 +2313,11 @@ def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
     both, alone = ["sapo, n = 2", "ppo, n = 1"], ["sapo, n = 2"]
     assert [*drawn.values()] == [both, alone, alone, both]  # PPO's V has another target
-    assert (tmp_path / "curves.png").stat().st_size > 5000
-    with pytest.raises(SystemExit, match="none of these folders is a run"):
-        run_main(evaluation, monkeypatch, "--table", tmp_path / "torn")
     with pytest.raises(ValueError, match="sapo-7"):  # one seed twice
         evaluation.group_runs([*runs, a_run(tmp_path / "sapo-7", 0.5, 1, seed=1)])
 
 
-@pytest.mark.skipif(not os.environ.get("ALFWORLD_DATA"), reason="ALFWORLD_DATA names no games")
+@needs_games
 def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
     pytest.importorskip("alfworld")
     run_main(train, monkeypatch, "--env", "alfworld", "--model", "tiny", "--iterations", 2,

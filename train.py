@@ -12,11 +12,9 @@ stand last. N turns and M response tokens are this rank's; sums and means take i
 import contextlib
 import copy
 import dataclasses
-import glob
 import importlib.util
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -140,12 +138,10 @@ class Learner:
             self.lm.save(folder)
             torch.save(self.critic and self.critic.state_dict(), f"{folder}/critic.pt")
 
-    @torch.no_grad()
     def restore(self, folder):
         """Becomes what it was when `folder` was written, on any number of ranks."""
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
-        for mine, theirs in zip(self.lm.model.parameters(), saved.parameters()):
-            mine.copy_(theirs)
+        self.lm.model.load_state_dict(saved.state_dict())
         if self.critic:
             self.critic.load_state_dict(torch.load(folder / "critic.pt", map_location="cpu"))
         for share in folder.glob("learner-*.pt"):
@@ -312,7 +308,8 @@ class Run:
         clock.start()
         with runs.signals_noted() as noted:
             for iteration in range(self.done, config.iterations):
-                self.before = self.usage()
+                self.pool.seconds = 0.0
+                self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
                 yield iteration
                 clock.start()
                 done = iteration + 1
@@ -336,11 +333,6 @@ class Run:
         ids = [self.ids[orders[epoch][i]] for epoch, i in places for _ in range(c.group_size)]
         return ids[rank()::world()]
 
-    def usage(self):
-        """Seconds spent on games or waiting for them, tokens encoded and sampled, by now."""
-        sampler = self.sampler
-        return np.array([self.pool.seconds, sampler.tokens_encoded, sampler.tokens_sampled])
-
     def log(self, iteration, turns, metrics):
         """Adds what an iteration's turns say to what the learner says, prints it, and writes it as
         a line of metrics.jsonl, over all ranks:
@@ -361,11 +353,12 @@ class Run:
                                            (line 3), update, a critic's values and critic, save;
                                            total, without held_out
         """
-        config, used = self.config, self.usage() - self.before
+        config, sampler = self.config, self.sampler
         metrics |= {"iteration": iteration} | self.learner.clock.seconds()
-        metrics |= episode_numbers(turns, self.pool.env.categories) | {"time_env": used[0]}
-        _, encoded, sampled = sum(from_ranks([used]))
-        metrics |= {"tokens_encoded": int(encoded), "tokens_sampled": int(sampled)}
+        metrics |= {"time_env": self.pool.seconds}
+        metrics |= episode_numbers(turns, self.pool.env.categories)
+        for key in ("tokens_encoded", "tokens_sampled"):
+            metrics[key] = sum(from_ranks([getattr(sampler, key)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
             metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config)
         say(f"{evaluation.NAMES[config.algo]}, {iteration + 1} of {config.iterations}: success "
@@ -531,8 +524,8 @@ def check(c):
 
 def evaluate_and_keep(lm, pool, config):
     """-> success on held-out games. What is better than all before is kept in RUN/best."""
-    played = evaluation.of_run(lm, pool, config, temperatures=[evaluation.TEMPERATURE])
-    success = evaluation.share(played[evaluation.TEMPERATURE])["success"]
+    played = evaluation.of_run(lm, pool, config, {"": evaluation.TEMPERATURES[""]})
+    success = evaluation.report(*played.values())["success"]
     before = [line.get("held_out", -1) for line in runs.read_log(f"{config.out}/metrics.jsonl")]
     if success > from_ranks([max(before, default=-1)])[0]:
         runs.write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
@@ -548,15 +541,13 @@ def load_start(config, pool):
     say(f"loading {config.model}")
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max)
-    games = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    pool.start(0, games[0])
+    pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
     first, = pool.gather([0])
     pool.drop(0)
-    prompt = lm.chat.first(pool.env.episode(*first).window_prompt())
-    v, q = readout_at_start(lm, prompt)
+    v, q = readout_at_start(lm, lm.chat.first(pool.env.episode(*first).window_prompt()))
     size = sum(p.numel() for p in lm.model.parameters()) / 1e6
-    say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); {config.env}: {len(games)} "
-        f"training games\nw+, w- = {lm.value_ids}: their logits differ by {v:.3f} and {q:.3f}")
+    say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); the logits of w+ and w-, "
+        f"{lm.value_ids}, differ by {v:.3f} before a response and {q:.3f} after it")
     return fitted(lm, config)
 
 
@@ -571,44 +562,44 @@ def fitted(lm, config):
         return lm
     say("compiling what scores and samples, which takes minutes; --no-compile goes without")
     lm.model.train(config.checkpointing)  # as in an update
-    try:
-        return compiled_scoring(lm, config.tokens_per_micro_batch)
-    finally:
-        lm.model.eval()
+    fast = compiled_scoring(lm, config.tokens_per_micro_batch)
+    lm.model.eval()
+    return fast
 
 
 def run(config):
     """Evaluation, Algorithm 1, evaluation."""
-    began, out = time.time(), config.out
+    out = config.out
     with contextlib.ExitStack() as until_the_end:
-        runs.on_first_rank(lambda: until_the_end.enter_context(runs.held(out, config.resume)))
-        if not all(from_ranks([os.path.exists(f"{out}/.lock")])):
-            raise ValueError(f"all machines must see the same folder {out}, and these do not")
+        if rank() == 0:
+            until_the_end.enter_context(runs.held(out, config.resume))
+        barrier()  # where rank 0 is refused, torchrun ends the others
         checkpoint = runs.newest_checkpoint(out) if config.resume else None
         pool = until_the_end.enter_context(contextlib.closing(envs.Pool(
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         lm = load_start(config, pool)
-        runs.on_first_rank(runs.begin_folder, out, dataclasses.asdict(config), checkpoint)
+        if rank() == 0:
+            runs.begin_folder(out, dataclasses.asdict(config), checkpoint)
         try:
-            before = evaluation.of_run(lm, pool, config, path=f"{out}/before.json")
-            for t, records in before.items():
-                say(f"before training: success {evaluation.share(records)['success']:.1%} on "
-                    f"{len(records)} held-out games at T = {t:g}")
+            before = runs.read_json(f"{out}/before.json") or evaluation.of_run(lm, pool, config)
+            if rank() == 0:
+                runs.write_file(f"{out}/before.json", json.dumps(before))
+            for end, records in before.items():
+                say(f"before training: success {evaluation.report(records)['success']:.1%} on "
+                    f"{len(records)} held-out games at T = {evaluation.TEMPERATURES[end]:g}")
             train(lm, pool, config, checkpoint)
             after = evaluation.of_run(lm, pool, config) if config.iterations else before
         except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
             saved = runs.iterations_in(runs.newest_checkpoint(out))
             say(f"\ninterrupted; {saved} iterations are saved, --resume --out {out} goes on")
             raise SystemExit(1) from None
-        peak = max(from_ranks([runs.peak_memory()]))
         runs.write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
         if rank() == 0:
-            runs.write_file(f"{out}/cost.json", json.dumps({"peak_memory": peak}))
             print(evaluation.write_of_run(before, after, config))
             if config.iterations:
                 evaluation.plot([out], f"{out}/curves.png")
-            print(f"wrote {out}: {' '.join(sorted(glob.glob('*', root_dir=out)))}\nthis start took "
-                  f"{(time.time() - began) / 60:.1f} minutes; next: python eval.py --model {out}")
+            print(f"wrote {out}: {' '.join(sorted(os.listdir(out)))}\nits peak memory was "
+                  f"{runs.peak_memory():.2f} GB; next: python eval.py --model {out}")
         barrier()  # a rank that leaves early would pull the others down
 
 

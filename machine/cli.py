@@ -3,12 +3,10 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
-import json
 import os
 import re
 import signal
 import sys
-import time
 from typing import get_args
 
 import torch
@@ -73,12 +71,7 @@ def one_line_errors(script, *known):
         if os.environ.get("DEBUG") or not isinstance(error, (
                 torch.OutOfMemoryError, ValueError, OSError, ImportError, *known)):
             raise
-        line = f"{script}: {in_one_line(error)}"
-        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's last words quote it
-            about = {"py_callstack": line, "timestamp": str(int(time.time()))}
-            with open(report, "w") as file:
-                json.dump({"message": {"message": line, "extraInfo": about}}, file)
-        sys.exit(line)
+        sys.exit(f"{script}: {in_one_line(error)}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
     finally:  # after an error NCCL would wait here for ranks that wait elsewhere, without a word

@@ -57,11 +57,13 @@ def compiled_layer(layer, n):
     for every number of a layer."""
     fast = torch.compile(layer, dynamic=True)
 
-    def run(hidden, *args, past_key_values=None, **kwargs):
-        cache = past_key_values and past_key_values.layers[n]
-        for x in (cache.keys, cache.values) if cache else ():
-            torch._dynamo.mark_static(x, (1, 3))  # heads and their size are no variables
-        return fast(hidden, *args, past_key_values=cache, **kwargs)
+    def run(*args, **kwargs):
+        for name in ("cache", "past_key_values"):  # transformers has had the first since 5.24
+            if kwargs.get(name):
+                kwargs[name] = kwargs[name].layers[n]
+                torch._dynamo.mark_static(kwargs[name].keys, (1, 3))  # heads and their size
+                torch._dynamo.mark_static(kwargs[name].values, (1, 3))  # are no variables
+        return fast(*args, **kwargs)
     return run
 
 
@@ -132,8 +134,9 @@ class Captured:
         return graph
 
 
-def accelerate(sampler, gpu, compile):
-    """Has a rollout.Sampler compute in the fastest way whose answers do not differ."""
+def accelerate(sampler, difference, gpu, compile):
+    """Has a rollout.Sampler compute in the fastest way whose answers do not differ, which
+    difference(sampler) says in words."""
     parts = sampler.body, sampler.draw, sampler.note
     ways = dict.fromkeys([(gpu, compile), (gpu, False), (False, compile), (False, False)])
     for captured, compiles in ways:
@@ -143,7 +146,7 @@ def accelerate(sampler, gpu, compile):
         if captured:
             sampler.new_decoder = lambda: Captured(sampler.decode_one_token)
         sampler.decoder = sampler.new_decoder()
-        why = sampler.differs()
+        why = difference(sampler)
         if not why and getattr(sampler.decoder, "works", True):
             return
         if why:

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from machine.ranks import barrier, from_ranks, rank, say, world
+from machine.ranks import barrier, rank, say, world
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -97,19 +97,6 @@ def held(out, resume):
             raise ValueError(f"{out} is taken: go on with what is there by --resume, or give "
                              "another --out")
         yield
-
-
-def on_first_rank(call, *args):
-    """All ranks call it. -> call(*args) on rank 0; what is wrong there is raised on every rank."""
-    out = why = None
-    if rank() == 0:
-        try:
-            out = call(*args)
-        except (ValueError, OSError) as error:
-            why = str(error)
-    if why := from_ranks([why])[0]:
-        raise ValueError(why)
-    return out
 
 
 def settings_of(run):

@@ -3,7 +3,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -66,40 +65,6 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path, mon
         save(out, 3)  # nothing that was left behind stays
         assert os.listdir(out) == ["checkpoint-3"]
     assert n > 6  # there were so many moments
-
-
-def test_a_kill_at_any_touch_of_the_disk_leaves_no_torn_folder(tmp_path, monkeypatch):
-    """A folder that is written anew, as final/ by a resumed run, is the old one, the new one or,
-    for a moment, not there."""
-    path, left, n = tmp_path / "final", [0], 0
-    while left[0] <= 0:
-        n, left = n + 1, [n + 1]
-        runs.write_folder(str(path), lambda folder: write_both(folder, "old"))
-        with monkeypatch.context() as patch, contextlib.suppress(Kill):
-            for where, name in TOUCHES:
-                patch.setattr(where, name, mortal(getattr(where, name), left))
-            runs.write_folder(str(path), lambda folder: write_both(folder, "new"))
-        if path.is_dir():
-            texts = [(path / name).read_text() for name in "ab"]
-            assert texts in (["old"] * 2, ["new"] * 2)
-        runs.write_folder(str(path), lambda folder: write_both(folder, "newer"))
-        assert os.listdir(tmp_path) == ["final"] and (path / "b").read_text() == "newer"
-    assert n > 4
-
-
-def test_a_signal_waits_and_a_later_one_does_not(monkeypatch, capsys):
-    now, before = [100.0], signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(runs.time, "time", lambda: now[0])
-    with runs.signals_noted() as noted:
-        assert not noted
-        os.kill(os.getpid(), signal.SIGTERM)
-        now[0] += 0.5  # torchrun passes it on
-        os.kill(os.getpid(), signal.SIGINT)
-        assert noted and capsys.readouterr().err.count("leaves after this iteration") == 1
-        now[0] += 5
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 SETTINGS = {"save_every": 1, "algo": "sapo", "seed": 0, "env": "house", "model": "tiny"}

@@ -1,2 +1,1 @@
-"""Worlds to act in, which know nothing of learning: WebShop itself (webshop.py), TextWorld with
-shortcuts (textworld.py), the house's expert (seeker.py)."""
+"""The worlds of ALFWorld and WebShop, and how household tasks are solved."""

@@ -11,7 +11,6 @@ import gc
 import glob
 import json
 import os
-import sys
 
 
 def shallow(x):
@@ -60,21 +59,13 @@ def shortcuts():
     from textworld.logic import Rule
 
     parse_grammar = functools.cache(textgen._parse_and_convert)
-    translate = fast_downward.pddl2sas
+    translate = functools.lru_cache(1)(fast_downward.pddl2sas)
 
     def parse(text, rule_name, trace=False):
         return shallow(parse_grammar(text, rule_name=rule_name))
 
-    @functools.lru_cache(1)
-    def translate_once(domain, problem):
-        argv = sys.argv  # the translator leaves its own in place
-        try:
-            return translate(domain, problem)
-        finally:
-            sys.argv = argv
-
     def pddl2sas(domain, problem, verbose=False, optimize=False):
-        return translate_once(domain, problem)  # optimizing serves a planner that is never asked
+        return translate(domain, problem)  # optimizing serves a planner that is never asked
 
     return [
         (textgen, "deepcopy", shallow),  # safe only together with the next
@@ -92,26 +83,15 @@ def hurried():
     """TextWorld with its shortcuts, and without the garbage collector, which takes a third of a
     translation's time. Afterwards everything is as it was."""
     originals = [(where, name, vars(where)[name]) for where, name, _ in shortcuts()]
-    collecting = gc.isenabled()
+    gc.disable()
     try:
-        gc.disable()
         for where, name, replacement in shortcuts():
             setattr(where, name, replacement)
         yield
     finally:
         for where, name, original in originals:
             setattr(where, name, original)
-        if collecting:
-            gc.enable()
-
-
-def forget_facts(most=50_000):
-    """Empties TextWorld's memory of every fact of every game it has loaded, nearly a megabyte a
-    game. Facts are compared by value, so that games that are being played do not need it."""
-    if shortcuts():
-        from mementos.core import _memento_cache
-        if len(_memento_cache) > most:
-            _memento_cache.clear()
+        gc.enable()
 
 
 def alfworld_root(data=None):
@@ -162,7 +142,11 @@ class Engine:
         start, path = starter(root), os.path.join(root, folder, "game.tw-pddl")
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
-        forget_facts()
+        if shortcuts():
+            # TextWorld remembers every fact of every game that it has loaded, nearly a megabyte a
+            # game. Games that are being played do not need that: facts are compared by value.
+            from mementos.core import _memento_cache
+            _memento_cache.clear()
         with hurried():
             if self.game is None:
                 self.game = start(path)

@@ -28,6 +28,7 @@ import shutil
 import warnings
 from array import array
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import regex  # the standard library's re does not know the Unicode properties of word boundaries
@@ -77,9 +78,7 @@ stem = PorterStemmer(mode="MARTIN_EXTENSIONS").stem
 
 @functools.lru_cache(1 << 18)
 def terms_between_blanks(text):
-    pieces = [match.group() for match in tokenizer().finditer(text)]
-    words = [w for piece in pieces for w in re.findall("(?s).{1,255}", piece)]  # Lucene's limit
-    words = [re.sub(r"['\u2019\uff07]s$", "", w) for w in words]
+    words = [re.sub(r"['\u2019\uff07]s$", "", w) for w in tokenizer().findall(text)]
     return [stem(w) for w in words if w not in STOPWORDS]
 
 
@@ -89,10 +88,11 @@ def terms(text):
     return [term for piece in text.lower().split() for term in terms_between_blanks(piece)]
 
 
-def keys_of(texts):
-    """A 64-bit hash of each text: an index of a million terms then needs no dictionary."""
-    digests = [hashlib.blake2b(t.encode("utf-8", "replace"), digest_size=8).digest() for t in texts]
-    return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+@functools.lru_cache(1 << 18)
+def key_of(term):
+    """A 64-bit hash: an index of a million terms then needs no dictionary."""
+    digest = hashlib.blake2b(term.encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
 
 
 def rounded_length(n):
@@ -105,73 +105,50 @@ def rounded_length(n):
 
 # ------------------------------------------------------------------------------- reading the files
 
-WHERE_DATA_IS = (
-    "the gdown commands in results/README.md fetch WebShop's catalogue; --data (or WEBSHOP_DATA) "
-    "names the folder that holds items_shuffle.json, items_ins_v2.json and items_human_ins.json, "
-    "or the first two as items_shuffle_1000.json and items_ins_v2_1000.json")
-
-
-def webshop_root(data=None):
-    """The folder of the catalogue: `data`, or $WEBSHOP_DATA."""
-    data = data or os.environ.get("WEBSHOP_DATA")
-    if not data:
-        raise FileNotFoundError(f"webshop: no catalogue; {WHERE_DATA_IS}")
-    return data
-
-
 def data_files(data):
     """The paths of products, attributes, human goals and (optional) nouns: the whole catalogue's if
     it is there, else those of its first thousand products."""
-    for size in ("", "_1000"):
-        names = [f"items_shuffle{size}.json", f"items_ins_v2{size}.json", "items_human_ins.json"]
-        files = [os.path.join(data, name) for name in names]
-        if os.path.isfile(files[0]):
-            break
+    size = "" if os.path.isfile(os.path.join(data, "items_shuffle.json")) else "_1000"
+    names = [f"items_shuffle{size}.json", f"items_ins_v2{size}.json", "items_human_ins.json"]
+    files = [os.path.join(data, name) for name in names]
     for path in files:
         if not os.path.isfile(path):
-            raise FileNotFoundError(f"webshop: {path} does not exist; {WHERE_DATA_IS}")
+            raise FileNotFoundError(
+                f"webshop: {path} does not exist. The gdown commands in results/README.md fetch "
+                "WebShop's catalogue; --data (or WEBSHOP_DATA) names its folder")
     return files + [os.path.join(data, "title_nouns.json")]
-
-
-def decoded(path, read, *args):
-    """read(*args), with the file's name in the error if its bytes are no text or no JSON."""
-    try:
-        return read(*args)
-    except ValueError as error:
-        raise ValueError(f"{path} is broken: {error}") from None
 
 
 def json_items(path, chunk=1 << 22):
     """The elements of a JSON array, one at a time: the whole catalogue has five gigabytes."""
     decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
-    bar = tqdm(total=os.path.getsize(path), unit="B", unit_scale=True, delay=2, mininterval=1,
-               desc=f"indexing {os.path.basename(path)}")
-    with open(path, encoding="utf-8") as file, bar:
-        text, at = decoded(path, file.read, chunk).lstrip(), 1
-        if text[:1] != "[":
-            raise ValueError(f"{path} is no JSON array of products")
+    with open(path, encoding="utf-8") as file:
+        text, at = file.read(chunk), 1  # after the array's bracket
         while True:
-            bar.update(file.buffer.tell() - bar.n)
             at = between.match(text, at).end()
-            if text[at:at + 1] == "]":
-                return
             try:
                 item, at = decode(text, at)
-            except json.JSONDecodeError as error:  # it is broken, or goes on in the next chunk
-                more = decoded(path, file.read, chunk)
-                if not more or len(text) - at > 16 * max(chunk, 1 << 20):
-                    raise ValueError(f"{path} is broken: {error}") from None
+            except json.JSONDecodeError:  # the rest of the item is in the next chunk
+                more = file.read(chunk)
+                if not more:
+                    break
                 text, at = text[at:] + more, 0
-                continue
-            yield item
+            else:
+                yield item
+    if text[at:].strip() != "]":
+        raise ValueError(f"{path} ends too early")
 
 
-def json_object(path):
-    with open(path, encoding="utf-8") as file:
-        found = decoded(path, json.load, file)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object of products")
-    return found
+def read_products(files):
+    """Yields the products of the files, each asin once."""
+    about, human, nouns = (json.loads(Path(path).read_bytes()) if os.path.isfile(path) else {}
+                           for path in files[1:])
+    seen = {"nan"}
+    for item in tqdm(json_items(files[0]), "indexing", unit=" products", delay=2):
+        asin = item["asin"]
+        if len(asin) <= 10 and asin not in seen:
+            seen.add(asin)
+            yield make_product(item, about.get(asin, {}), human.get(asin, []), nouns.get(asin))
 
 
 def make_product(item, about, human, nouns):
@@ -181,11 +158,6 @@ def make_product(item, about, human, nouns):
     prices = re.findall(r"\$([^$]*)", item.get("pricing") or "")[:2]
     prices = [float(re.sub(r"[^\d.]", "", price)) for price in prices] or [100.0]
     attributes = about.get("attributes", ["DUMMY_ATTR"])
-    texts = [item[k] for k in ("asin", "name", "full_description", "category", "query")]
-    texts += [item["product_category"], *bullets, *attributes]
-    if not all(isinstance(text, str) for text in texts) or not item["asin"].isascii() \
-            or not all(map(math.isfinite, prices)):
-        raise ValueError("a text is none, or a price no number")
     options = {name.lower(): [v["value"].strip().replace("/", " | ").lower() for v in values]
                for name, values in (item["customization_options"] or {}).items()
                if values is not None}
@@ -210,159 +182,117 @@ def document(product):
 
 # ----------------------------------------------------------------------------------- the catalogue
 
+# What the index knows of a product: its prices, of which high is NaN if there is only one; how many
+# synthetic goals it has, -1 if it has no instruction; how many human goals.
+FACTS = [("asin", "S10"), ("low", float), ("high", float), ("synthetic", int), ("human", int)]
+
+
 class Catalogue:
     """WebShop's products and the index of their terms. It is made once from the files of a folder,
     kept below ~/.cache/sapo ($XDG_CACHE_HOME), and mapped into memory, so that processes share it.
 
     product(n)    a product as make_product has it
     search(text)  the numbers of the best products for a query
-    N products:   asins; low, high: prices, high is NaN if there is one price only; synthetic,
-                  human: how many goals, -1 if there is no instruction; rank: the place in the
-                  order of asins; places (N + 1): offsets in products.jsonl; filled: how many
-                  products have a term
+    N products:   facts, with the fields of FACTS; places (N + 1): offsets in products.jsonl
     M terms:      keys: hashes, sorted; first (M + 1); term i occurs in the products
                   docs[first[i]:first[i + 1]], with the weights of the same places"""
 
-    ARRAYS = "asins low high synthetic human places keys first docs weights filled rank".split()
+    ARRAYS = "facts", "places", "keys", "first", "docs", "weights"
 
     def __init__(self, data):
-        self.files = data_files(data)
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self.folder = os.path.join(cache, "sapo", f"webshop-{self.fingerprint()}")
-        if not os.path.isdir(self.folder):
-            os.makedirs(os.path.dirname(self.folder), exist_ok=True)
-            with open(f"{self.folder}.lock", "w") as lock:  # one process builds, the others wait
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not os.path.isdir(self.folder):
-                    self.build(f"{self.folder}.new")
-        self.map_files()
-        # These caches end with the catalogue.
-        self.product = functools.lru_cache(1 << 13)(self.product)
-        self.search = functools.lru_cache(1 << 12)(self.search)
+        files = data_files(data)
+        folder = index_folder(files)
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        with open(f"{folder}.lock", "w") as lock:  # one process builds, the others wait
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.isdir(folder):
+                build_index(files, folder)
+        for name in self.ARRAYS:
+            setattr(self, name, np.asarray(np.load(f"{folder}/{name}.npy", mmap_mode="r")))
+        with open(f"{folder}/products.jsonl", "rb") as file:
+            self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def __len__(self):
-        return len(self.asins)
-
-    def fingerprint(self):
-        """Changes with the files, and with the version of what is kept."""
-        version = 3
-        stamps = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
-                  for path in self.files if os.path.isfile(path)]
-        return hashlib.sha256(json.dumps([version, stamps]).encode()).hexdigest()[:16]
-
-    def map_files(self):
-        try:
-            for name in self.ARRAYS:
-                mapped = np.load(f"{self.folder}/{name}.npy", mmap_mode="r")
-                setattr(self, name, np.asarray(mapped))
-            with open(f"{self.folder}/products.jsonl", "rb") as file:
-                self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError, EOFError) as error:
-            raise ValueError(f"webshop: {self.folder} is damaged, delete it: {error}") from None
-
+    @functools.lru_cache(1 << 13)
     def product(self, n):
         return json.loads(self.text[self.places[n]:self.places[n + 1]])
 
+    @functools.lru_cache(1 << 12)
     def search(self, query, k=50):
         """The `k` best products for a query: Lucene's BM25 with k1 = 0.9 and b = 0.4, in its
         precision. Ties stand in the order of their asins."""
-        count = Counter(terms(query))
-        scores, one = np.zeros(len(self)), np.float32(1)
-        for key, times in zip(keys_of(count), count.values()):
+        scores, one = np.zeros(len(self.facts)), np.float32(1)
+        for term, times in Counter(terms(query)).items():
+            key = key_of(term)
             i = np.searchsorted(self.keys, key)
             if i < len(self.keys) and self.keys[i] == key:
                 span = slice(self.first[i], self.first[i + 1])
                 n = span.stop - span.start
-                rarity = np.float32(math.log(1 + (self.filled - n + 0.5) / (n + 0.5)))
+                rarity = np.float32(math.log(1 + (len(self.facts) - n + 0.5) / (n + 0.5)))
                 idf = np.float32(times) * rarity
                 scores[self.docs[span]] += idf - idf / (one + self.weights[span])
         scores = scores.astype(np.float32)
         hits = np.flatnonzero(scores)
         if len(hits) > k:
             hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
-        return hits[np.lexsort((self.rank[hits], -scores[hits]))][:k].tolist()
-
-    # ---- building the index
-    def records(self):
-        """The products of the files with their terms, each asin once."""
-        about, human, nouns = (json_object(path) if os.path.isfile(path) else {}
-                               for path in self.files[1:])
-        seen = {"nan"}
-        for n, item in enumerate(json_items(self.files[0])):
-            try:
-                asin = item["asin"]
-                if len(asin) > 10 or asin in seen:
-                    continue
-                product = make_product(item, about.get(asin, {}), human.get(asin, []),
-                                       nouns.get(asin))
-                count = Counter(terms(document(product)))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(
-                    f"{self.files[0]}: product {n}, or what the other files say of it, is not as "
-                    f"WebShop's are ({type(error).__name__}: {error})") from None
-            seen.add(asin)
-            yield product, count
-        if len(seen) == 1:
-            raise ValueError(f"{self.files[0]} holds no product")
-
-    def build(self, folder):
-        """Builds in `folder` and renames it, so that an index appears whole or not at all."""
-        shutil.rmtree(folder, ignore_errors=True)  # a killed build may have left one
-        os.mkdir(folder)
-        try:
-            for name, values in self.index(f"{folder}/products.jsonl").items():
-                np.save(f"{folder}/{name}.npy", values)
-            os.rename(folder, self.folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def index(self, path):
-        """Writes the products to `path` and returns the arrays."""
-        facts, places, number = [], [0], {}
-        words, docs, times, lengths = array("I"), array("I"), array("H"), array("I")
-        with open(path, "wb") as file:
-            for n, (product, count) in enumerate(self.records()):
-                facts.append(product_facts(product))
-                words.extend(number.setdefault(word, len(number)) for word in count)
-                docs.extend([n] * len(count))
-                times.extend(min(many, 65535) for many in count.values())
-                lengths.append(count.total())
-                file.write(json.dumps(product).encode() + b"\n")
-                places.append(file.tell())
-        names = "asins", "low", "high", "synthetic", "human"
-        arrays = dict(zip(names, map(np.array, zip(*facts))))
-        rank = np.empty(len(places) - 1, np.uint32)
-        rank[np.argsort(arrays["asins"], kind="stable")] = np.arange(len(rank))
-        lengths = np.frombuffer(lengths, np.uint32)
-        return arrays | postings(number, words, docs, times, lengths) | {
-            "places": np.array(places), "rank": rank, "filled": np.array((lengths > 0).sum())}
+        return hits[np.lexsort((self.facts["asin"][hits], -scores[hits]))][:k].tolist()
 
 
-def product_facts(product):
-    """A product's row in the arrays of the catalogue."""
-    goals = math.prod(map(len, product["options"].values())) if product["synthetic"] else -1
-    low, high = (product["prices"] + [math.nan])[:2]
-    return product["asin"].encode(), low, high, goals, len(product["human"])
+def index_folder(files):
+    """Where the index is kept. The name changes with the files, and with what is kept of them."""
+    version = 4
+    stamps = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
+              for path in files if os.path.isfile(path)]
+    name = hashlib.sha256(json.dumps([version, stamps]).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "sapo", f"webshop-{name}")
 
 
-def postings(number, words, docs, times, lengths):
-    """Word number words[i] occurs times[i] times in product docs[i] -> the index by term. A weight
-    is BM25's tf / (k1 (1 - b + b length / mean))."""
+def build_index(files, folder):
+    """Builds in another folder and renames it, so that an index appears whole or not at all."""
+    new = f"{folder}.new"
+    shutil.rmtree(new, ignore_errors=True)  # a killed build may have left one
+    os.mkdir(new)
+    try:
+        arrays = index(files, f"{new}/products.jsonl")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"webshop: {files[0]} or a file beside it is broken, or is not WebShop's: "
+                         f"{error!r}") from error
+    for name, values in arrays.items():
+        np.save(f"{new}/{name}.npy", values)
+    os.rename(new, folder)
+
+
+def index(files, path):
+    """Writes the products to `path` and returns the arrays of the catalogue."""
+    facts, places = [], [0]
+    keys, docs, times, lengths = array("Q"), array("I"), array("I"), array("I")
+    with open(path, "wb") as file:
+        for n, product in enumerate(read_products(files)):
+            low, high = (product["prices"] + [math.nan])[:2]
+            combinations = math.prod(map(len, product["options"].values()))
+            facts.append((product["asin"].encode(), low, high,
+                          combinations if product["synthetic"] else -1, len(product["human"])))
+            count = Counter(terms(document(product)))
+            keys.extend(map(key_of, count))
+            docs.extend([n] * len(count))
+            times.extend(count.values())
+            lengths.append(count.total())
+            file.write(json.dumps(product).encode() + b"\n")
+            places.append(file.tell())
+    arrays = {"facts": np.array(facts, FACTS), "places": np.array(places)}
+    return arrays | postings(*map(np.asarray, (keys, docs, times, lengths)))
+
+
+def postings(keys, docs, times, lengths):
+    """The term keys[i] occurs times[i] times in product docs[i] -> the index by term. A weight is
+    BM25's tf / (k1 (1 - b + b length / mean))."""
     one, k1, b = np.float32(1), np.float32(0.9), np.float32(0.4)
-    mean = np.float32(lengths.sum() / max(1, (lengths > 0).sum()))
     kept = np.array([rounded_length(int(n)) for n in lengths], np.float32)
-    inverse = one / (k1 * ((one - b) + b * kept / mean)) if mean else kept
-    words, docs = np.frombuffer(words, np.uint32), np.frombuffer(docs, np.uint32)
-    times = np.frombuffer(times, np.uint16).astype(np.float32)
-    keys = keys_of(number)
-    order = np.argsort(keys)
-    place = np.empty(len(order), np.uint32)
-    place[order] = np.arange(len(order))
-    words = place[words]  # terms in the order of their keys, so that bisection finds them
-    by_term = np.argsort(words, kind="stable")
-    first = np.concatenate([[0], np.cumsum(np.bincount(words, minlength=len(order)))])
-    return {"keys": keys[order], "first": first, "docs": docs[by_term],
-            "weights": times[by_term] * inverse[docs[by_term]]}
+    inverse = one / (k1 * ((one - b) + b * kept / np.float32(lengths.mean())))
+    order = np.argsort(keys, kind="stable")
+    keys, first = np.unique(keys[order], return_index=True)
+    return {"keys": keys, "first": np.append(first, len(docs)), "docs": docs[order],
+            "weights": times[order].astype(np.float32) * inverse[docs[order]]}
 
 
 # --------------------------------------------------------------------------------------- the goals
@@ -378,55 +308,40 @@ class Goals:
     that are drawn with them.
 
     goals[i] -> {text, asin, options, attributes, price_upper, title, query, category,
-    product_category, nouns}"""
+    product_category, nouns}
+    drawn     one row a goal: product, part: which of its goals, cap: the highest price"""
 
-    def __init__(self, catalogue, source="synthetic", seed=0):
-        if source not in ("synthetic", "human"):
-            raise ValueError(f"webshop: unknown goals {source!r}; known: synthetic, human")
-        if not isinstance(seed, int):
-            raise ValueError(f"webshop: the goals' seed must be a whole number, got {seed!r}")
+    def __init__(self, catalogue, source):
+        """Prices, then price caps, come from one stream of random numbers in the order of the
+        products; then follows the original's shuffle with its own seed."""
         self.catalogue, self.source = catalogue, source
-        self.draw(random.Random(seed))
-        if not len(self):
-            raise ValueError(f"webshop: none of the products has {source} goals; there are "
-                             "synthetic and human ones")
+        low, high = catalogue.facts["low"], catalogue.facts["high"]
+        rng = random.Random(0)
+        self.prices = np.array(low)
+        for n in np.flatnonzero(~np.isnan(high)):
+            self.prices[n] = rng.uniform(low[n], high[n])
+        drawn = list(self.draw(rng))
+        random.Random(233).shuffle(drawn)
+        self.drawn = np.array(drawn, [("product", int), ("part", int), ("cap", float)])
 
     def __len__(self):
-        return len(self.products)
+        return len(self.drawn)
 
     def draw(self, rng):
-        """Prices, then price caps, from one stream of random numbers in the order of the products;
-        then the original's shuffle with its own seed."""
-        low, high = self.catalogue.low, self.catalogue.high
-        prices = np.array(low)
-        for n in np.flatnonzero(~np.isnan(high)):
-            prices[n] = rng.uniform(float(low[n]), float(high[n]))
-        products, parts, caps = array("q"), array("q"), array("d")
-        for product, part, cap in self.draw_caps(prices, rng):
-            products.append(product)
-            parts.append(part)
-            caps.append(cap)
-        order = list(range(len(products)))
-        random.Random(233).shuffle(order)
-        self.prices, self.products = prices, np.array(products)[order]
-        self.parts, self.caps = np.array(parts)[order], np.array(caps)[order]
-
-    def draw_caps(self, prices, rng):
         """Yields (product, part, price cap) of every goal. All option combinations of a product
         share a cap, which is drawn even if there is no combination; each human goal has its own."""
-        human, many = self.source == "human", getattr(self.catalogue, self.source)
+        many = self.catalogue.facts[self.source]
         for n in np.flatnonzero(many >= 0):
-            least = int(prices[n] // 10) + 1
+            least = int(self.prices[n] // 10) + 1
             above = [10.0 * i for i in range(least, min(least + 4, 100))]  # all are below 1000
-            for part in range(many[n] if human else max(many[n], 1)):
-                if part == 0 or human:
-                    cap = max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
-                if part < many[n]:
-                    yield n, part, cap
+            caps = [max(rng.sample(above, 2)) if len(above) > 1 else ANY_PRICE
+                    for _ in range(many[n] if self.source == "human" else 1)]
+            for part in range(many[n]):
+                yield n, part, caps[part % len(caps)]
 
     def __getitem__(self, i):
-        product = self.catalogue.product(int(self.products[i]))
-        part, cap = int(self.parts[i]), float(self.caps[i])
+        n, part, cap = self.drawn[i].item()
+        product = self.catalogue.product(n)
         if self.source == "human":
             text, attributes, options = product["human"][part]
             text = text.strip(".")
@@ -455,18 +370,13 @@ class Goals:
         """The numbers of a split's goals. train, valid and test share no product; the original's
         test_500, eval_1000 and train_rest do."""
         if split in ORIGINAL_SPLITS:
-            numbers = list(range(len(self)))[ORIGINAL_SPLITS[split]]
-        elif split in OUR_SPLITS:
-            tenth = {n: hashlib.sha256(bytes(self.catalogue.asins[n])).digest()[0] % 10
-                     for n in np.unique(self.products)}
-            numbers = [i for i, n in enumerate(self.products) if tenth[n] in OUR_SPLITS[split]]
-        else:
+            return list(range(len(self)))[ORIGINAL_SPLITS[split]]
+        if split not in OUR_SPLITS:
             known = ", ".join([*OUR_SPLITS, *ORIGINAL_SPLITS])
             raise ValueError(f"webshop has no split {split!r}; known: {known}")
-        if not numbers:
-            raise ValueError(f"webshop: no {self.source} goal falls into the split {split!r} of "
-                             "this catalogue")
-        return numbers
+        products, asins = self.drawn["product"], self.catalogue.facts["asin"]
+        tenth = {n: hashlib.sha256(asins[n]).digest()[0] % 10 for n in np.unique(products)}
+        return [i for i, n in enumerate(products) if tenth[n] in OUR_SPLITS[split]]
 
 
 # All shops of a process share their catalogue and goals.
@@ -495,40 +405,28 @@ def first_color(option):
 
 @functools.cache
 def spacy_model():
-    for name in ("en_core_web_sm", "en_core_web_lg"):
-        if importlib.util.find_spec(name):
-            import spacy
-            return spacy.load(name, disable=["ner", "lemmatizer"])
-
-
-@functools.lru_cache(1 << 13)
-def spacy_nouns(title):
-    """The nouns of a title by spaCy's model, or None if none is installed."""
-    if spacy_model() is None:
-        return None
-    return [token.text.lower() for token in spacy_model()(title) if token.pos_ in ("NOUN", "PROPN")]
-
-
-@functools.cache
-def warn_of_nouns():
+    """spaCy's small English model, or None and a warning if it is not installed."""
+    if importlib.util.find_spec("en_core_web_sm"):
+        import spacy
+        return spacy.load("en_core_web_sm", disable=["ner", "lemmatizer"])
     warnings.warn(
-        "webshop: neither a spaCy model (python -m spacy download en_core_web_sm) nor "
+        "webshop: neither spaCy's model (python -m spacy download en_core_web_sm) nor "
         "title_nouns.json beside the catalogue: every word of a title that is not a stopword "
         "counts as a noun, which changes the type's reward of about one product in eleven",
         stacklevel=2)
 
 
+@functools.lru_cache(1 << 13)
+def nouns_in(title):
+    """The nouns of a title by spaCy's model; without it all words but stopwords."""
+    if spacy_model() is None:
+        return [word for word in re.findall("[a-z]+", title.lower()) if word not in STOPWORDS]
+    return [token.text.lower() for token in spacy_model()(title) if token.pos_ in ("NOUN", "PROPN")]
+
+
 def nouns_of(product):
-    """The nouns of title_nouns.json, which do not depend on what is installed; else those of
-    spaCy's model; else a guess, with a warning."""
-    known = product["nouns"]
-    if known is None:
-        known = spacy_nouns(product["title"])
-    if known is None:
-        warn_of_nouns()
-        words = re.findall(r"[a-z]+", product["title"].lower())
-        known = [word for word in words if word not in STOPWORDS]
-    return known
+    """Those of title_nouns.json, which do not depend on what is installed, or else nouns_in."""
+    return nouns_in(product["title"]) if product["nouns"] is None else product["nouns"]
 
 
 def type_reward(product, goal):
@@ -573,7 +471,6 @@ PER_PAGE = 10
 SUBPAGES = ("description", "features", "reviews")
 BACK, PREV, NEXT = ("Back to Search", "button"), ("< Prev", "button"), ("Next >", "button")
 ITEM_BUTTONS = [(text, "button") for text in ("Description", "Features", "Reviews", "Buy Now")]
-RESERVED = {"search", "back to search", "< prev", "buy now", *SUBPAGES}  # no options
 
 
 def shop_command(action):
@@ -592,34 +489,23 @@ def price_tag(product):
     return " to ".join(f"${price}" for price in product["prices"])
 
 
-def as_html_shows(text):
-    """A text of blanks only: HTML drops it if it has a line break, and else shows one blank."""
-    if text.strip(" \t\n\f\r"):
-        return text
-    return " " if text and "\n" not in text else ""
-
-
-def without_brackets(text):
-    return " ".join(re.sub(r"[][]", " ", text).split())
-
-
 class Shop:
     """One visit at a time, in the original's mode `text`.
 
-    page: search, results, item, one of SUBPAGES or done. On results: keywords, page_number, hits
-    (all products found), on_page (those shown). On an item: item (its number), options {name:
-    value}."""
+    page: search, results, item, one of SUBPAGES or done. On results: query, page_number, hits (all
+    products found), on_page (those shown). On an item: item (its number), options {name: value}."""
 
-    def __init__(self, data=None, goals="synthetic", seed=0):
-        self.catalogue = catalogue_of(webshop_root(data))
-        self.goals = goals_of(self.catalogue, goals, seed)
+    def __init__(self, data=None, goals="synthetic"):
+        self.catalogue = catalogue_of(data or os.environ.get("WEBSHOP_DATA", ""))
+        self.goals = goals_of(self.catalogue, goals)
         nouns_of(self.catalogue.product(0))  # a missing table of nouns is then reported at once
 
     def enter(self, number):
         """Starts a visit with the goal of that number."""
         if not 0 <= number < len(self.goals):
             raise ValueError(f"webshop: no goal {number}; there are {len(self.goals)}, from 0")
-        self.goal, self.target = self.goals[number], int(self.goals.products[number])
+        self.goal = self.goals[number]
+        self.target = int(self.goals.drawn["product"][number])
         self.score = 0.0
         self.go_home()
 
@@ -628,7 +514,7 @@ class Shop:
         self.score = 0.0
         name, argument = shop_command(command)
         if name == "search":
-            self.look_up(argument.split(" "), 1)
+            self.look_up(argument, 1)
         elif name == "click" and argument != "search" and argument in self.clickables():
             self.click(argument)
             return argument == "buy now"
@@ -636,44 +522,43 @@ class Shop:
 
     # ---- what can be done
     def go_home(self):
-        self.page, self.keywords, self.page_number = "search", [], 1
-        self.item, self.options = None, {}
+        self.page = "search"
+        self.item = None
+        self.options = {}
 
-    def look_up(self, keywords, number):
+    def look_up(self, query, number):
         """Opens page `number` of a search's results."""
-        self.page, self.keywords, self.page_number = "results", keywords, number
-        self.item, self.options = None, {}
-        self.hits = self.catalogue.search(" ".join(keywords))
+        self.page = "results"
+        self.item = None
+        self.options = {}
+        self.query = query
+        self.page_number = number
+        self.hits = self.catalogue.search(query)
         self.on_page = self.hits[PER_PAGE * (number - 1):PER_PAGE * number]
 
     def click(self, x):
         """Follows a link, presses a button or chooses an option; `x` is one of the clickables."""
         if x == "buy now":
-            self.buy()
+            self.page = "done"
+            self.score = self.paid = purchase_score(
+                self.catalogue.product(self.item), self.goals.prices[self.item], self.options,
+                self.goal)
         elif x == "back to search":
             self.go_home()
-        elif self.page == "results":
-            self.click_on_results(x)
-        elif x == "< prev" and self.page == "item":
-            self.look_up(self.keywords, self.page_number)
-        elif x in SUBPAGES and self.page == "item":
-            self.page = x
-        else:  # an option, or "< prev" on a sub-page, which leads back to the product
-            if x != "< prev":
-                self.options[self.option_names(self.item)[x]] = x
+        elif x == "< prev" and self.page in SUBPAGES:
             self.page = "item"
-
-    def click_on_results(self, x):
-        if x in ("next >", "< prev"):
-            self.look_up(self.keywords, self.page_number + (1 if x == "next >" else -1))
+        elif x == "< prev" and self.page == "item":
+            self.look_up(self.query, self.page_number)
+        elif x in ("< prev", "next >"):
+            self.look_up(self.query, self.page_number + (1 if x == "next >" else -1))
+        elif self.page == "results":
+            self.page = "item"
+            self.item = next(n for n in self.on_page
+                             if self.catalogue.product(n)["asin"].lower() == x)
+        elif x in SUBPAGES:
+            self.page = x
         else:
-            asins = [self.catalogue.product(n)["asin"].lower() for n in self.on_page]
-            self.page, self.item = "item", self.on_page[asins.index(x)]
-
-    def buy(self):
-        product, price = self.catalogue.product(self.item), self.goals.prices[self.item]
-        self.page = "done"
-        self.score = self.paid = purchase_score(product, price, self.options, self.goal)
+            self.options[self.option_names(self.item)[x]] = x
 
     def option_names(self, item):
         """{option value: its option's name}; if two options share a value, the last one has it."""
@@ -725,8 +610,11 @@ class Shop:
         return out + ITEM_BUTTONS
 
     def observation(self):
-        shown = [as_html_shows(text) for text, _ in self.nodes()]
-        return " [SEP] ".join(text.strip() for text in shown if text)
+        """Of the texts of blanks only, HTML drops those with a line break, and shows the others as
+        one blank."""
+        shown = [text for text, _ in self.nodes()
+                 if text.strip(" \t\n\f\r") or text and "\n" not in text]
+        return " [SEP] ".join(text.strip() for text in shown)
 
     # ---- the expert
     def expert(self):
@@ -736,11 +624,12 @@ class Shop:
         price = self.goals.prices[self.target]
         if self.page == "done" or purchase_score(product, price, options, self.goal) < 1:
             return None
-        chosen = {}
         if self.item == self.target:
-            way, chosen = ["click[< prev]"] if self.page in SUBPAGES else [], self.options
+            way = ["click[< prev]"] if self.page in SUBPAGES else []
+            chosen = self.options
         else:
             way = self.way_to(product)
+            chosen = {}
         if way is None:
             return None
         clicks = [f"click[{value}]" for name, value in options.items() if chosen.get(name) != value]
@@ -748,7 +637,7 @@ class Shop:
 
     def choices(self):
         """{option: value} of the goal's product: what is asked for, or is most like it."""
-        wanted, out = self.goal["options"], {}
+        wanted, names, out = self.goal["options"], self.option_names(self.target), {}
         for option in wanted.items() if isinstance(wanted, dict) else wanted:
             word = option if isinstance(option, str) else option[1]
 
@@ -756,12 +645,11 @@ class Shop:
                 ratio = token_set_ratio(first_color(value), str(first_color(option)))
                 return value == word, ratio
 
-            free = {value: name for value, name in self.option_names(self.target).items()
-                    if name not in out and value not in RESERVED
-                    and shop_command(f"click[{value}]") == ("click", value)}
+            # An option with a bracket cannot be chosen, because a command would be cut there.
+            free = [value for value, name in names.items() if name not in out and "[" not in value]
             best = max(free, key=likeness, default=None)
             if best is not None and likeness(best) > (False, 85):
-                out[free[best]] = best
+                out[names[best]] = best
         return out
 
     def way_to(self, product):
@@ -771,20 +659,19 @@ class Shop:
         if self.page == "results" and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
             pages = self.hits.index(self.target) // PER_PAGE + 1 - self.page_number
             return ["click[next >]"] * pages + link
-        found = []  # (pages to turn, number of the query)
-        queries = self.queries(product)
-        for n, query in enumerate(queries):
+        found = {}  # query: pages to turn
+        for query in self.queries(product):
             hits = self.catalogue.search(query)
             if self.target in hits:
-                found.append((hits.index(self.target) // PER_PAGE, n))
+                found[query] = hits.index(self.target) // PER_PAGE
         if not found:
             return None
-        pages, n = min(found)
-        return [f"search[{queries[n]}]"] + ["click[next >]"] * pages + link
+        query = min(found, key=found.get)
+        return [f"search[{query}]"] + ["click[next >]"] * found[query] + link
 
     def queries(self, product):
         """What the expert would search for. Brackets are left out, because commands use them."""
         text = self.goal["text"].split(", and price lower than ")[0]
         queries = [text, text.split(" with ")[0], product["query"], product["title"],
                    document(product)[:500]]
-        return [query for query in map(without_brackets, queries) if query]
+        return [" ".join(re.sub(r"[][]", " ", query).split()) for query in queries]

@@ -1,12 +1,8 @@
-"""Tests of machine/cli.py and machine/ranks.py."""
-import contextlib
-import json
-
+"""Tests of machine/ranks.py."""
 import pytest
 import torch
-import torch.distributed as dist
 
-from machine import cli, ranks
+from machine import ranks
 
 
 def steps_of(optimizer, p, gradients):
@@ -62,24 +58,3 @@ def test_ranks_keep_shares_of_one_size(monkeypatch, size):
     assert most < max(1.02 * sum(sizes) / size, 1.0001 * sizes[0])
 
 
-def test_torchruns_last_words_quote_the_error(tmp_path, monkeypatch):
-    report = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    with pytest.raises(SystemExit, match="train.py: no such thing"):
-        with cli.one_line_errors("train.py"):
-            raise ValueError("no such thing")
-    assert json.loads(report.read_text())["message"]["message"] == "train.py: no such thing"
-
-
-@pytest.mark.parametrize("backend, left", [("gloo", 3), ("nccl", 1)])
-def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, backend, left):
-    """NCCL's way of leaving waits for all ranks, of which the others wait in a collective."""
-    leaving = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: leaving.append(backend))
-    for error in (None, ValueError("a game fails"), KeyboardInterrupt()):
-        with contextlib.suppress(SystemExit), cli.one_line_errors("train.py"):
-            if error:
-                raise error
-    assert len(leaving) == left
