@@ -6,8 +6,7 @@
     python eval.py --plot runs/house-tiny-?                 the curves of training
 
 Runs whose folders differ only in a trailing -SEED form a group. After ± stands the standard error
-of a mean over its seeds. verl-agent draws 128 games with replacement (84 of valid_seen's 140 on
-average); here each is played once.
+of a mean over its seeds. Each held-out game is played once.
 """
 import contextlib
 import gc
@@ -71,41 +70,34 @@ def spaced(ids, limit):
     return [ids[i * len(ids) // limit] for i in range(limit)] if 0 < limit < len(ids) else ids
 
 
-def wilson(k, n):
-    """The 95 % interval of a share k / n; the usual p ± 1.96 σ is too narrow near 0 and 1."""
-    zz = 1.96 ** 2
-    middle, half = k + zz / 2, (zz * k * (n - k) / max(n, 1) + zz * zz / 4) ** 0.5
-    return max(0.0, (middle - half) / (n + zz)), min(1.0, (middle + half) / (n + zz))
-
-
 def report(records):
-    """Success with n and its interval, the mean score, success by category."""
+    """Success of n games, the mean score, success by category."""
     n, won = len(records), sum(r["won"] for r in records)
     of = {c: [r["won"] for r in records if r["category"] == c]
           for c in sorted({r["category"] for r in records})}
-    return {"success": won / max(1, n), "n": n, "interval": [round(x, 4) for x in wilson(won, n)],
+    return {"success": won / max(1, n), "n": n,
             "score": sum(r["score"] for r in records) / max(1, n),
             "success_by_category": {c: float(np.mean(its)) for c, its in of.items()}}
 
 
 def table(reports, env):
-    """{title: report} -> a line of text for each, in the paper's columns for the environment, with
-    the 95 % intervals of shares of n episodes."""
+    """{title: report} -> a line of text for each, in percent and in the paper's columns for the
+    environment. After ± stands the standard error of success in n games."""
     names, width = list(env.categories.values()), max(map(len, reports)) + 2
     heads = [*names, "All", *["Score"] * env.graded]
-    lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n   95 %"]
+    lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n"]
     for r in reports.values():
         cells = [r["success_by_category"].get(c) for c in names] + [r["success"]]
         cells += [r["score"]] * env.graded
-        low, high = r["interval"]
+        error = 100 * (r["success"] * (1 - r["success"]) / r["n"]) ** 0.5
         lines.append("".join(f"{'-':>8}" if x is None else f"{100 * x:8.1f}" for x in cells)
-                     + f"{r['n']:6}   {100 * low:.1f}-{100 * high:.1f}")
+                     + f"{r['n']:6} ± {error:.1f}")
     return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
 def play(sampler, ids, pool, settings, attempt=attempt, path=os.devnull):
-    """Plays the games of these ids, split over the ranks -> a record of each, of several attempts
-    the last. Rank 0 writes its own to `path` as they come, so that a failure loses no answer."""
+    """Plays the games of these ids, split over the ranks -> [(number, record)] in order. Rank 0
+    writes its own to `path` as they come, so that a failure loses no answer."""
     games = {n: game for n, game in enumerate(ids) if n * world() // len(ids) == rank()}
     known = []
     with open(path if rank() == 0 else os.devnull, "w") as file:
@@ -113,8 +105,7 @@ def play(sampler, ids, pool, settings, attempt=attempt, path=os.devnull):
                                 history=settings.history):
             known.append(numbered)
             print(json.dumps(numbered[1]), file=file, flush=True)
-    known = from_ranks(sorted(known, key=lambda numbered: numbered[0]))  # they end in any order
-    return [*dict(known).values()]
+    return from_ranks(sorted(known, key=lambda numbered: numbered[0]))  # they end in any order
 
 
 def of_run(lm, pool, config, temperatures=TEMPERATURES):
@@ -125,7 +116,8 @@ def of_run(lm, pool, config, temperatures=TEMPERATURES):
     for end, temperature in temperatures.items() if config.eval_games else ():
         if end == "" or config.env == "house":
             ids = spaced(envs.tasks(config.env, env.held_out[0], **options), config.eval_games)
-            out[end] = play(sampler_for(lm, config, temperature), ids, pool, config)
+            played = play(sampler_for(lm, config, temperature), ids, pool, config)
+            out[end] = [record for _, record in played]
             gc.collect()  # a sampler refers to itself, and would keep its memory
     return out
 
@@ -163,9 +155,6 @@ def group_runs(folders, finished=False):
             print(f"left out: {folder}: {error}", file=sys.stderr)
             continue
         runs = groups.setdefault(re.sub(r"-\d+$", "", os.path.relpath(folder, parent)), [])
-        if any(r.config["seed"] == config["seed"] or r.config["env"] != config["env"]
-               for r in runs):
-            raise ValueError(f"{folder}: a run of its name has the same --seed or another --env")
         runs.append(SimpleNamespace(config=config, lines=lines, result=result))
     if not groups:
         raise ValueError("none of these folders is a run of train.py")
@@ -380,10 +369,11 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
     sampler = sampler_of(args)
     pool = envs.Pool(args.env, options, envs.default_workers(args.env))
     with contextlib.closing(pool):
-        records = play(sampler, ids, pool, args, attempt, f"{answers}.new")
+        played = play(sampler, ids, pool, args, attempt, f"{answers}.new")
     if rank() > 0:
         return
-    write_file(answers, "".join(json.dumps(record) + "\n" for record in records))
+    write_file(answers, "".join(json.dumps(record) + "\n" for _, record in played))
+    records = [*dict(played).values()]  # of several attempts the last
     result = report(records) | {k: v for k, v in vars(args).items() if k not in ("out", "plot")}
     write_file(out, json.dumps(result, indent=1))
     print(table({f"{args.model}, {args.split}, T = {args.temperature:g}": result}, pool.env))

@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -327,10 +328,10 @@ class Run:
         Every game comes once in a pass over the games, in an order drawn anew for each pass."""
         c, n = self.config, len(self.ids)
         count = c.tasks // c.group_size if iteration < c.iterations else 0
-        places = [divmod(i, n) for i in range(iteration * count, (iteration + 1) * count)]
-        orders = {epoch: np.random.default_rng([c.seed, epoch, TASKS]).permutation(n)
-                  for epoch, _ in places}
-        ids = [self.ids[orders[epoch][i]] for epoch, i in places for _ in range(c.group_size)]
+        ids = []
+        for i in range(iteration * count, (iteration + 1) * count):
+            order = np.random.default_rng([c.seed, i // n, TASKS]).permutation(n)
+            ids += [self.ids[order[i % n]]] * c.group_size
         return ids[rank()::world()]
 
     def log(self, iteration, turns, metrics):
@@ -569,7 +570,7 @@ def fitted(lm, config):
 
 def run(config):
     """Evaluation, Algorithm 1, evaluation."""
-    out = config.out
+    out, began = config.out, time.time()
     with contextlib.ExitStack() as until_the_end:
         if rank() == 0:
             until_the_end.enter_context(runs.held(out, config.resume))
@@ -598,8 +599,9 @@ def run(config):
             print(evaluation.write_of_run(before, after, config))
             if config.iterations:
                 evaluation.plot([out], f"{out}/curves.png")
-            print(f"wrote {out}: {' '.join(sorted(os.listdir(out)))}\nits peak memory was "
-                  f"{runs.peak_memory():.2f} GB; next: python eval.py --model {out}")
+            print(f"wrote {out}: {' '.join(sorted(os.listdir(out)))}\nthis start took "
+                  f"{(time.time() - began) / 60:.1f} minutes and {runs.peak_memory():.2f} GB; "
+                  f"next: python eval.py --model {out}")
         barrier()  # a rank that leaves early would pull the others down
 
 

@@ -87,9 +87,6 @@ def compiled_scoring(lm, tokens):
         norms = [p.grad.float().norm() for p in lm.model.parameters() if p.grad is not None]
         found.append([scores.logp.detach(), scores.entropy.detach(), torch.stack(norms)])
         lm.model.zero_grad(set_to_none=True)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the sampler looks at what is free
-        torch.cuda.reset_peak_memory_stats()  # a run's peak is its own
     return fast if all(alike(lm, *pair, "compiled scoring") for pair in zip(*found)) else lm
 
 

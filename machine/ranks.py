@@ -17,8 +17,6 @@ import torch.distributed as dist
 def join_ranks():
     """Under torchrun: this process becomes a rank, with a GPU of its own where there are GPUs."""
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-    if 0 < gpus <= local:
-        raise ValueError(f"more ranks than the {gpus} GPU(s) here: lower --nproc_per_node")
     if gpus:
         torch.cuda.set_device(local)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # one rank's games may last while others wait

@@ -124,9 +124,6 @@ def test_a_log_is_read_without_the_line_that_was_being_written(tmp_path):
     path, good = tmp_path / "metrics.jsonl", b'{"success": 0.5}\n'
     path.write_bytes(good * 2 + good[:7])
     assert runs.read_log(path) == [{"success": 0.5}] * 2
-    path.write_bytes(good + b"{\n" + good)
-    with pytest.raises(ValueError, match="metrics.jsonl is damaged in line 2"):
-        runs.read_log(path)
 
 
 def test_a_runs_folder_is_named_by_what_is_unusual():

@@ -2,18 +2,13 @@
 
     python tools/bench.py sampler              both engines side by side on random prompts
     python tools/bench.py iteration [--ppo]    seconds of an iteration by phase, PPO beside SAPO
-    python tools/bench.py envs                 loading, resets and steps of an environment
-    python tools/bench.py plot RUN...          a picture of what `iteration --out RUN` measured
 
 Each of them has --help. What is compared takes turns, so that a noisy machine is noisy for both;
 the first round warms up, and medians of the others are printed. On a GPU, MFU is the share of an
 H200's operations a second that a phase needs without its padding.
 """
 import dataclasses
-import json
 import os
-import random
-import re
 import sys
 import time
 from typing import Literal
@@ -29,10 +24,9 @@ import envs
 import eval as evaluation
 import train
 from machine import cli, runs
-from machine.ranks import shares_of_ranks
 from model import actor_critic, load, locate
 from rollout import Sampler, Turn
-from tools.imitate import random_tiny, tiny_tokenizer, words
+from tools.imitate import random_tiny, tiny_tokenizer
 
 # --------------------------------------------------------------------- models and what they cost
 
@@ -42,20 +36,15 @@ PEAK, BANDWIDTH = 788e12, 4.3e12  # of one H200, measured: operations in bf16 an
 # V, vocabulary, and whether the head is the embedding.
 QWEN25 = {"0.5B": (896, 4864, 24, 14, 2, 151936, True),
           "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
-          "3B": (2048, 11008, 36, 16, 2, 151936, True),
           "7B": (3584, 18944, 28, 28, 4, 152064, False)}
 
 
 def architecture(name):
     """The config of a model by name; Qwen2.5's sizes are known without a download."""
-    size = re.fullmatch(r"(?:Qwen/)?Qwen2\.5-([\d.]+B)(?:-Instruct)?", name)
-    if os.path.isdir(name) or not size or size[1] not in QWEN25:
-        try:
-            return AutoConfig.from_pretrained(locate(name))
-        except (OSError, ValueError, KeyError) as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ValueError(f"cannot load the architecture of {name!r} ({why})") from None
-    width, mlp, layers, heads, kv_heads, vocabulary, tied = QWEN25[size[1]]
+    size = name.removeprefix("Qwen/").removeprefix("Qwen2.5-").removesuffix("-Instruct")
+    if size not in QWEN25:
+        return AutoConfig.from_pretrained(locate(name))
+    width, mlp, layers, heads, kv_heads, vocabulary, tied = QWEN25[size]
     return Qwen2Config(
         hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
@@ -72,7 +61,7 @@ def random_model(name, dtype, seed=0):
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return actor_critic(model.eval(), tiny_tokenizer(*words()))
+    return actor_critic(model.eval(), tiny_tokenizer())
 
 
 def sizes(lm):
@@ -94,26 +83,6 @@ def operations(lm, tokens, scored, squares):
     return 2 * body * tokens + 2 * head * scored + attention
 
 
-def memory_needed(arch, config, critic=False):
-    """{what: bytes on one rank} of the largest things an update holds, from the architecture (a
-    transformers config) and train.py's settings alone. The last two are not held all the time."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(arch)
-    sizes = [p.numel() for p in model.parameters()]
-    weights, (_, share) = sum(sizes), shares_of_ranks(sizes)
-    width, layers = arch.hidden_size, arch.num_hidden_layers
-    size = 2 if config.dtype == "bfloat16" else 4
-    layer = size * (8 * width + 4 * arch.intermediate_size) + 16 * width  # kept for a token
-    kept = layer + layers * width * size if config.checkpointing else layer * layers
-    masters = share * 4 if size == 2 else 0
-    moments = share * 2 * (2 if config.moments == "bfloat16" else 4)
-    return {"weights": weights * size, "gradients": weights * size, "master weights": masters,
-            "moments": moments, "reference": weights * size if config.beta else 0,
-            "critic": 2 * weights * size + masters + moments if critic else 0,
-            "activations of a micro-batch": kept * config.tokens_per_micro_batch,
-            "logits of a chunk": 6 * 2 ** 28}
-
-
 def now():
     """Seconds, read when the GPU has done all that it was told."""
     if torch.cuda.is_available():
@@ -121,10 +90,21 @@ def now():
     return time.perf_counter()
 
 
-def described(lm, name, dtype):
+def describe(lm, name, dtype):
     count, device = sum(p.numel() for p in lm.model.parameters()), runs.versions()["versions"]
     print(f"{name}: {count / 1e6:.1f} M parameters, {dtype} on {device['device']}", flush=True)
-    return lm
+
+
+def with_stops(lm, mean):
+    """Random weights say every word equally often, and would end no response soon -> (lm with so
+    many stop words that a response has `mean` tokens on average, the words of random prompts).
+    mean 0: it keeps its own stop words alone."""
+    words = np.setdiff1d(np.arange(lm.model.config.vocab_size), [*lm.value_ids, *lm.stop_ids])
+    if mean > len(words):
+        raise ValueError(f"responses of {mean} tokens need more than the {len(words)} words of "
+                         "this model")
+    ends = np.random.default_rng(0).permutation(words)[:len(words) // mean if mean else 0]
+    return dataclasses.replace(lm, stop_ids=(*lm.stop_ids, *ends.tolist())), words
 
 
 class Parser(cli.Parser):
@@ -159,14 +139,11 @@ def sampler_main(argv):
         "repeats": (int, 3, "rounds")}).parse_args(argv)
     dtype = getattr(torch, args.dtype)
     lm = random_model(args.model, dtype) if args.random_weights else load(args.model, dtype=dtype)
-    described(lm, args.model, args.dtype)
+    describe(lm, args.model, args.dtype)
+    lm, words = with_stops(lm, args.new // 3 if args.mean is None else args.mean)
     rng = np.random.default_rng(0)
-    usable = np.setdiff1d(np.arange(lm.model.config.vocab_size), [*lm.value_ids, *lm.stop_ids])
-    mean = args.new // 3 if args.mean is None else args.mean  # random weights end no response soon
-    ends = rng.permutation(len(usable))[:len(usable) // mean] if mean else []
-    lm = dataclasses.replace(lm, stop_ids=(*lm.stop_ids, *map(int, usable[ends])))
     lengths = rng.integers(max(1, args.prompt // 2), args.prompt * 3 // 2 + 1, args.rows)
-    prompts = [rng.choice(usable, n).tolist() for n in lengths]
+    prompts = [rng.choice(words, n).tolist() for n in lengths]
     u = rng.random((args.rows, args.new), dtype=np.float32)
     scoring, score = [], lm.score
     lm.score = lambda batch: timed(scoring, score, batch)
@@ -230,35 +207,23 @@ def print_race(lm, args, prompts, found):
 
 # The phases of an iteration, and how many forward passes each is worth.
 PHASES = {"rollout": 0, "old": 1, "ref": 1, "values": 1, "update": 3, "critic": 3}
-HATCHES = "", "//", "\\\\", "..", "", "xx"  # so that a picture can be read in grey too
-def talker(lm, config, mean):
-    """A sampler whose responses are `mean` tokens long on average, because random weights say every
-    word equally often and one word in so many ends a response."""
-    first = min(lm.model.config.vocab_size, *lm.value_ids)
-    words = np.random.default_rng(0).permutation(first - 5) + 5
-    ends = tuple(int(i) for i in words[:len(words) // mean])
-    if not ends:
-        raise ValueError(f"--response {mean} is more than the {len(words)} words of this model")
-    return evaluation.sampler_for(dataclasses.replace(lm, stop_ids=ends), config)
 
 
-def invent(sampler, config, args):
+def invent(sampler, words, config, args):
     """A rollout without games: every trajectory asks args.turns times, with random prompts of about
     args.prompt tokens, and in `full` of a fifth of that after the first -> turns."""
     rng, window = np.random.default_rng(config.seed), config.context == "window"
-    words = min(sampler.lm.model.config.vocab_size, *sampler.lm.value_ids)
-    turns, before, asked = ({traj: [] for traj in range(config.tasks)} for _ in range(3))
+    turns = {traj: [] for traj in range(config.tasks)}
+    before = {traj: [] for traj in turns}  # in `full`, the ids of the conversation so far
+    asked = {}  # the ids of the latest prompt
 
     def ask(traj):
         n = max(1, args.prompt // 5)
         if window or not turns[traj]:
             n = rng.integers(args.prompt // 2, args.prompt * 3 // 2 + 1)
-        asked[traj] = rng.integers(5, words, n).tolist()
-        sequence = asked[traj] if window else before[traj] + asked[traj]
-        if len(sequence) > sampler.limit:
-            raise ValueError(f"a prompt of {len(sequence)} tokens, where {sampler.limit} fit: "
-                             "lower --prompt or --turns, or raise --max_prompt")
-        sampler.add(traj, sequence, rng.random(config.max_new, dtype=np.float32))
+        asked[traj] = rng.choice(words, n).tolist()
+        u = rng.random(config.max_new, dtype=np.float32)
+        sampler.add(traj, before[traj] + asked[traj], u)
 
     for traj in turns:
         ask(traj)
@@ -266,7 +231,8 @@ def invent(sampler, config, args):
         for traj, response in sampler.run():
             turn = invented_turn(traj, len(turns[traj]), asked[traj], response, args.turns)
             turns[traj].append(turn)
-            before[traj] += turn.prompt_ids + turn.action_ids
+            if not window:
+                before[traj] += turn.prompt_ids + turn.action_ids
             if turn.done:
                 sampler.drop(traj)
             else:
@@ -306,12 +272,14 @@ def iteration_main(argv):
     config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
     lm = random_model(config.model, getattr(torch, config.dtype), config.seed)
-    lm = train.fitted(described(lm, config.model, config.dtype), config)
-    learners, sampler = learners_for(lm, config, args.ppo), talker(lm, config, args.response)
+    describe(lm, config.model, config.dtype)
+    lm, words = with_stops(lm, args.response)
+    lm = train.fitted(lm, config)
+    learners, sampler = learners_for(lm, config, args.ppo), evaluation.sampler_for(lm, config)
     laps, off = {algo: [] for algo in learners}, []
     for n in tqdm(range(args.repeats + 1), desc="iterations", leave=False):
         took = []
-        turns = timed(took, invent, sampler, config, args)
+        turns = timed(took, invent, sampler, words, config, args)
         for algo in sorted(learners, reverse=n % 2 == 1):  # the order changes from round to round
             learner = learners[algo]
             learner.clock.start()
@@ -323,11 +291,6 @@ def iteration_main(argv):
     print_memory(lm, learners, runs.peak_memory())
     fresh = off[::len(learners)]  # of those that learned first, before the policy had moved
     print(f"log-probs of sampler and trainer differ by {np.median(fresh):.2g} on average")
-    if any(word.split("=")[0] == "--out" for word in rest):
-        os.makedirs(config.out, exist_ok=True)
-        runs.write_file(f"{config.out}/bench.json", json.dumps(
-            {"model": config.model, "context": config.context, "old": config.old,
-             "seconds": seconds} | runs.versions(), indent=1))
 
 
 def print_phases(lm, config, args, seconds, turns):
@@ -361,89 +324,20 @@ def ratio_to_ppo(costs):
 
 
 def print_memory(lm, learners, peak):
-    """Bytes that every step holds."""
-    kept = {}
+    """The bytes of what is there all the time: of each model that is trained its weights,
+    gradients, AdamW's two moments and, of 16-bit weights, master weights; and the reference."""
+    kept, size = {}, lm.head.weight.element_size()
     for algo, its in learners.items():
-        needed = memory_needed(lm.model.config, its.config, len(its.optimizers) > 1)
-        kept[algo] = sum(n for what, n in needed.items()
-                         if not what.startswith(("activations", "logits")))
+        moments = 2 * (2 if its.config.moments == "bfloat16" else 4)
+        trained = 2 * size + moments + (4 if size == 2 else 0)
+        parameters = sum(p.numel() for p in lm.model.parameters())
+        kept[algo] = parameters * (trained * len(its.optimizers) + size * bool(its.config.beta))
     print("what training keeps, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")
 
 
-def plot_main(argv):
-    parser = cli.Parser(prog="bench.py plot", description="Draws what `iteration --out RUN` "
-                        "measured, a panel a run.")
-    parser.add_argument("runs", nargs="+", metavar="RUN")
-    parser.add_argument("--out", default="phases.png")
-    args = parser.parse_args(argv)
-    reports = [runs.read_json(f"{folder}/bench.json") for folder in args.runs]
-    fig = evaluation.Figure((4.5 * len(reports), 4.2), layout="constrained")
-    axes = fig.subplots(1, len(reports), sharey=True, squeeze=False)[0]
-    for ax, report in zip(axes, reports):
-        names = [evaluation.NAMES[algo] for algo in report["seconds"]]
-        bottom = np.zeros(len(names))
-        for phase, color, hatch in zip(PHASES, evaluation.COLORS, HATCHES):
-            heights = [times.get(phase, 0.0) for times in report["seconds"].values()]
-            ax.bar(names, heights, 0.6, bottom, color=color, hatch=hatch, edgecolor="white",
-                   label=phase)
-            bottom += heights
-        ax.set(title=f"{report['model']}, --context {report['context']}, --old {report['old']}")
-    axes[0].set_ylabel("seconds an iteration")
-    fig.legend(*axes[0].get_legend_handles_labels(), ncols=6, loc="outside lower center")
-    fig.suptitle(reports[0]["versions"]["device"])
-    fig.savefig(args.out, dpi=110)
-    print(f"wrote {args.out}")
-
-
-# ------------------------------------------------------------------------------- environments
-
-
-def random_command(rng, info):
-    """A random admissible command; a search is made of four of the task's words."""
-    command, words = rng.choice(info["admissible"]), info["task"].split()
-    if command.startswith("search["):
-        return f"search[{' '.join(rng.sample(words, min(4, len(words))))}]"
-    return command
-
-
-def wander(env, task, steps):
-    """A reset and random steps, one in ten of which the game cannot use -> the seconds of the reset
-    and of each step."""
-    rng, began = random.Random(task), time.perf_counter()
-    _, info = env.reset(task)
-    reset, seconds = time.perf_counter() - began, []
-    while len(seconds) < steps:
-        command = random_command(rng, info) if rng.random() < 0.9 else "dance"
-        began = time.perf_counter()
-        _, _, terminated, truncated, info = env.step(command)
-        seconds.append(time.perf_counter() - began)
-        if terminated or truncated:
-            break
-    return reset, seconds
-
-
-def envs_main(argv):
-    args = Parser("envs", "Load, reset and step of an environment.", {
-        "env": (str, "house", "house, alfworld or webshop"),
-        "data": (str, None, "the folder of alfworld's json_2.1.1, or of webshop's catalogue"),
-        "split": (str, "train", "whose games are played"),
-        "steps": (int, 50, "random steps a game")}).parse_args(argv)
-    options = envs.options_for(vars(args))
-    print(f"{args.env}: loading its games", flush=True)
-    games = envs.tasks(args.env, args.split, **options)
-    env = envs.make_env(args.env, **options | {"horizon": args.steps})
-    few = random.Random(0).sample(games, min(8, len(games)))
-    wander(env, few[0], 1)  # the first game pays for imports
-    resets, steps = zip(*(wander(env, task, args.steps) for task in few))
-    steps = [seconds for its in steps for seconds in its]
-    print(f"load and reset {1000 * np.median(resets):.2f} ms, a step {1000 * np.median(steps):.3f} "
-          f"ms, medians of {len(few)} games; {len(steps) / sum(steps):.0f} steps a second")
-
-
-COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "envs": envs_main,
-            "plot": plot_main}
+COMMANDS = {"sampler": sampler_main, "iteration": iteration_main}
 
 
 def main():

@@ -21,14 +21,14 @@ LAST = 0.25  # share of a run's iterations at its end, over which explained vari
 
 
 def recent(run, key):
-    """A run -> of each iteration the episodes until its end, and the mean of a
-    number over the last WINDOW of them. It starts where there are so many, or at the end."""
-    lines = run.lines
-    episodes = np.array([line["episodes"] for line in lines])
-    total, out = np.cumsum(episodes), []
-    summed = np.cumsum(episodes * [line[key] for line in lines])
-    for n in range(len(lines)):
-        if total[n] >= WINDOW or n == len(lines) - 1:
+    """A run -> of each iteration the episodes until its end, and the mean of a number over the
+    last WINDOW of them. It starts where there are so many, or at the end."""
+    episodes = np.array([line["episodes"] for line in run.lines])
+    total = np.cumsum(episodes)
+    summed = np.cumsum(episodes * [line[key] for line in run.lines])
+    out = []
+    for n in range(len(total)):
+        if total[n] >= WINDOW or n == len(total) - 1:
             before = np.searchsorted(total, total[n] - WINDOW, side="right")  # iterations left out
             past = (total[before - 1], summed[before - 1]) if before else (0, 0.0)
             out.append((int(total[n]), float((summed[n] - past[1]) / (total[n] - past[0]))))
@@ -44,35 +44,21 @@ def episodes_until(run, level):
     return sum(line["episodes"] for line in run.lines), False
 
 
-def at_the_end(lines, key):
-    """The mean of a number over the last iterations."""
-    return float(np.mean([line[key] for line in lines[-max(1, round(LAST * len(lines))):]]))
-
-
-def while_learning(lines):
-    """The success of all episodes of a run, at T = 1."""
-    won = sum(line["episodes"] * line["success"] for line in lines)
-    return won / sum(line["episodes"] for line in lines)
-
-
 HALF = "episodes to half"
-MEASURES = {  # head: (of a run -> a number or None, digits)
-    "end": (lambda run, half: percent(run.result.get("success")), 1),
-    "end, T = 1": (lambda run, half: percent(run.result.get("success_at_1")), 1),
-    "while learning": (lambda run, half: percent(while_learning(run.lines)), 1),
-    HALF: (lambda run, half: episodes_until(run, half)[0], 0),
-    "V explains": (lambda run, half: percent(at_the_end(run.lines, "v_explained_variance")), 0),
-    "Q explains": (lambda run, half: percent(at_the_end(run.lines, "q_explained_variance")), 0)}
+DIGITS = {"end": 1, "end, T = 1": 1, "while learning": 1, HALF: 0, "V explains": 0, "Q explains": 0}
 
 
-def percent(share):
-    return None if share is None else 100 * share
-
-
-def measured(runs, half):
-    """-> {head: Mean} of the measures that all of the runs have."""
-    found = {head: [of(run, half) for run in runs] for head, (of, _) in MEASURES.items()}
-    return {head: Mean.of(values) for head, values in found.items() if None not in values}
+def measured(run, half):
+    """-> {head: number}, in percent but for HALF; None: the run does not have it."""
+    lines = run.lines
+    last = lines[-max(1, round(LAST * len(lines))):]
+    won = sum(line["episodes"] * line["success"] for line in lines)
+    shares = {"end": run.result.get("success"), "end, T = 1": run.result.get("success_at_1"),
+              "while learning": won / sum(line["episodes"] for line in lines),
+              "V explains": np.mean([line["v_explained_variance"] for line in last]),
+              "Q explains": np.mean([line["q_explained_variance"] for line in last])}
+    numbers = {head: None if share is None else 100 * share for head, share in shares.items()}
+    return numbers | {HALF: episodes_until(run, half)[0]}
 
 
 def tables(groups, half):
@@ -80,16 +66,20 @@ def tables(groups, half):
     first group. A run that does not reach the half counts with all of its episodes, so that what
     is made of it is a bound, without an error; a difference of two bounds is left out. A method
     whose values explain exactly 0 has none."""
-    means = {label: measured(runs, half) for label, runs in groups.items()}
+    means = {}
+    for label, runs in groups.items():
+        found = [measured(run, half) for run in runs]
+        columns = {head: [its[head] for its in found] for head in DIGITS}
+        means[label] = {head: Mean.of(its) for head, its in columns.items() if None not in its}
     short = {label: sum(not episodes_until(run, half)[1] for run in runs)
              for label, runs in groups.items()}  # how many runs do not reach it
     for label in filter(short.get, groups):
         means[label][HALF] = means[label][HALF]._replace(error=float("nan"))
     first, *others = groups
-    heads = [head for head in MEASURES if all(head in its for its in means.values())]
+    heads = [head for head in DIGITS if all(head in its for its in means.values())]
     rows = [["run", "seeds", *heads]]
     for label, runs in groups.items():
-        its = {head: means[label][head].text(MEASURES[head][1]) for head in heads}
+        its = {head: means[label][head].text(DIGITS[head]) for head in heads}
         if short[label]:
             its[HALF] = f"≥ {its[HALF]} ({len(runs) - short[label]} of {len(runs)} do)"
         its |= {head: "–" for head in heads[-2:] if not means[label][head].mean}
@@ -97,7 +87,7 @@ def tables(groups, half):
     heads = heads[:-2]  # all but what is explained
     less = [[f"less {first}", *heads]]
     for label in others:
-        its = {head: means[label][head].minus(means[first][head]).text(MEASURES[head][1], "+")
+        its = {head: means[label][head].minus(means[first][head]).text(DIGITS[head], "+")
                for head in heads}
         if short[first]:
             its[HALF] = "–" if short[label] else f"≤ {its[HALF]}"

@@ -29,14 +29,13 @@ step sampler python $sampler --new 200 --repeats 5 --compile
 gigabytes=$(python -c "import torch; print(torch.cuda.get_device_properties(0).total_memory // 10 ** 9)")
 iteration="tools/bench.py iteration --tokens_per_micro_batch $([ "$gigabytes" -lt 130 ] && echo 4096 || echo 16384)"
 step sapo-ppo-uncompiled python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
-    --no-compile --out runs/gpu/sapo-ppo-uncompiled
-step sapo-ppo python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
-    --out runs/gpu/sapo-ppo
+    --no-compile
+step sapo-ppo python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2
 step sapo-ppo-rollout python $iteration --ppo --model Qwen2.5-1.5B --tasks 16 --repeats 2 \
-    --old rollout --out runs/gpu/sapo-ppo-rollout
-step whole python $iteration --model Qwen2.5-1.5B --repeats 1 --out runs/gpu/whole
+    --old rollout
+step whole python $iteration --model Qwen2.5-1.5B --repeats 1
 step 7b python tools/bench.py iteration --model Qwen2.5-7B --tasks 4 --repeats 1 --checkpointing \
-    --moments bfloat16 --out runs/gpu/7b
+    --moments bfloat16
 
 # A small pretrained model imitates the demonstrator, then trains by three methods.
 step imitate python tools/imitate.py --env alfworld --model SmolLM2-135M-Instruct --steps 200 \

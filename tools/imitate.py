@@ -1,34 +1,31 @@
 """Imitation: before Algorithm 1, a model that cannot speak yet learns from demonstrations.
 
-    python tools/imitate.py --out runs/house                      made results/tiny-house
+    python tools/imitate.py --out runs/house                   as results/tiny-house was made
     python tools/imitate.py --env alfworld --model runs/house --steps 800 --out runs/alfworld
-                                                                  made results/tiny-alfworld
-    python train.py --env alfworld --model runs/alfworld          goes on from there
+    python train.py --env alfworld --model runs/alfworld       goes on from there
 
 Sparse reward repairs a wrong decision quickly and a wrong word slowly. So the model first takes
 steps on what a demonstrator says in training games, until nearly all actions that it samples itself
 are admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made
-here. The result is a Hugging Face folder. The paper has no such phase, and pretrained models need
-none. It runs as one process, without ranks.
+here. The result is a model's folder. The paper has no such phase; pretrained models need none.
 """
-import argparse
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-import gc
 import multiprocessing
 import os
 import random
 import re
 import signal
 import sys
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -37,7 +34,7 @@ import eval as evaluation
 import train
 from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
 from machine import cli, runs
-from machine.ranks import AdamW, take_step
+from machine.ranks import AdamW, say, take_step
 from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import DEMONSTRATIONS, PROBE, fitting, rollout
 
@@ -46,12 +43,11 @@ from rollout import DEMONSTRATIONS, PROBE, fitting, rollout
 SPOKEN = (  # fixed strings of the house and of ALFWorld
     "go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|from the|to|"
     "to the|with|using the|put|two|hot|in|at|under the desklamp|You are in the middle of a room. "
-    "Looking quickly around you, you see|Your task is to|You arrive at|The|On the|you see|"
-    "is closed|is open. In it|You open the|You close the|You pick up the|You move the|"
-    "You clean the|You heat the|You cool the|You turn on the|Nothing happens|You are carrying|"
-    "You are not carrying anything|nothing|You are facing the|Next to it|This is|find|drop|done|"
-    "There's nothing special about|<think>|</think>|<action>|</action>|"
-    "-= Welcome to TextWorld, ALFRED! =-").split("|")
+    "Looking quickly around you, you see|You arrive at|The|On the|you see|is closed|is open. In it|"
+    "You open the|You close the|You pick up the|You move the|You clean the|You heat the|You cool "
+    "the|You turn on the|Nothing happens|You are carrying|You are not carrying anything|nothing|"
+    "You are facing the|Next to it|This is|find|drop|done|There's nothing special about|<think>|"
+    "</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
 
 
 def words():
@@ -66,10 +62,11 @@ def words():
     return sorted({*fixed, *SPOKEN, envs.ROLE, envs.ANSWER} - {""}), nouns
 
 
-def tiny_tokenizer(phrases, nouns):
+def tiny_tokenizer():
     """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
     one token, and an unknown word is spelled, so that every ASCII string can be encoded. Spaces,
     punctuation and articles separate words and are forgotten, which halves the tokens to read."""
+    phrases, nouns = words()
     letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in numbers]
@@ -95,26 +92,20 @@ def tiny_tokenizer(phrases, nouns):
 def random_tiny(seed=0, dtype=torch.float32):
     """-> ActorCritic of a randomly initialised Qwen2 of about 0.2 M parameters. Its embeddings are
     untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start."""
-    tokenizer = tiny_tokenizer(*words())
+    tokenizer = tiny_tokenizer()
     config = Qwen2Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
-        max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+        max_position_embeddings=16384, tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.lm_head.weight.data[-2:] = 0
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    for p in model.parameters():  # buffers stay: RoPE's frequencies must not be rounded
-        p.data = p.data.to(dtype)
-    return actor_critic(model, tokenizer)
+    return actor_critic(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
 # ---------------------------------------------------------------------------- the demonstrators
-
-RESPONSE = "<think> {thought} </think> <action> {action} </action>"
 
 
 class Demonstrated(NamedTuple):
@@ -127,8 +118,8 @@ class Demonstrated(NamedTuple):
     executed: str  # the command that was executed, which is a random one in some turns
 
 
-def is_travel(command):
-    return command.startswith("go to ")
+def destinations(commands):
+    return [c.removeprefix("go to ") for c in commands if c.startswith("go to ")]
 
 
 class AlfWorldDemonstrator(Seeker, AlfWorld):
@@ -136,20 +127,18 @@ class AlfWorldDemonstrator(Seeker, AlfWorld):
     nothing that cannot be told from what has been seen and done. Only where to look first it learns
     from the game's walkthrough, so that a model learns where things usually are."""
 
+    def info(self, state):
+        info = super().info(state)
+        self.offered = info["admissible"]
+        return info
+
     def reset(self, task):
         obs, info = super().reset(task)
         names = [name.lower() for name in task.split("/")[1].split("-")]
         self.goal, self.verb = [names[1], names[3]], verb_of(self.category)
-        self.offered = set(info["admissible"])
-        self.places = [c.removeprefix("go to ") for c in info["admissible"] if is_travel(c)]
-        travels = [c for c in self.walkthrough if is_travel(c)]
-        self.begin = travels[0].removeprefix("go to ") if travels else None
+        self.places = destinations(self.offered)
+        self.begin = next(iter(destinations(self.walkthrough)), None)
         return obs, info
-
-    def step(self, action):
-        answer = super().step(action)
-        self.offered = set(answer[-1]["admissible"])
-        return answer
 
     def advice(self, forgetful=False):
         """As in the house, but several places may share a spot. Such a spot offers what lies on any
@@ -158,9 +147,8 @@ class AlfWorldDemonstrator(Seeker, AlfWorld):
         obj = self.goal[0]
         if thought == f"find {obj}" and not command.startswith("take "):
             takes = [c for c in sorted(self.offered) if re.match(rf"take {obj} \d+ from ", c)]
-            takes = [c for c in takes if not self.stores(c.split(" from ")[1])]
-            command = takes[0] if takes else command
-        if is_travel(command) and command not in self.offered:
+            command = next((c for c in takes if not self.stores(c.split(" from ")[1])), command)
+        if command.startswith("go to ") and command not in self.offered:
             after = self.places.index(command.removeprefix("go to ")) + 1
             ways = [f"go to {p}" for p in self.places[after:] + self.places]
             command = next(way for way in ways if way in self.offered)
@@ -168,8 +156,7 @@ class AlfWorldDemonstrator(Seeker, AlfWorld):
 
     @property
     def at(self):
-        travels = [c for c in self.played if is_travel(c)]
-        return travels[-1].removeprefix("go to ") if travels else None
+        return (destinations(self.played) or [None])[-1]
 
     @property
     def holding(self):
@@ -181,26 +168,23 @@ class AlfWorldDemonstrator(Seeker, AlfWorld):
 
     def inside(self, place):
         """What can be taken or used here; `place` is where the player stands."""
-        start, end = "take ", f" from {place}"
-        things = sorted(c.removeprefix(start).removesuffix(end) for c in self.offered
-                        if c.startswith(start) and c.endswith(end))
+        takes = (re.fullmatch(f"take (.+) from {place}", command) for command in self.offered)
+        things = sorted(take[1] for take in takes if take)
         return things + [LAMP] if f"use {LAMP}" in self.offered else things
 
     def treated(self, thing):
         """Heating undoes cooling and the other way round, so that the last of the two counts."""
-        verbs = ("heat", "cool") if self.verb in ("heat", "cool") else (self.verb,)
-        starts = tuple(f"{verb} {thing} with " for verb in verbs)
-        done = [c for c in self.played if c.startswith(starts)]
-        return bool(done) and done[-1].startswith(self.verb)
+        undoes = {"heat": "cool", "cool": "heat"}.get(self.verb)
+        done = [c.split(" ")[0] for c in self.played if f" {thing} with " in c]
+        return [verb for verb in done if verb in (self.verb, undoes)][-1:] == [self.verb]
 
     def placed(self, any_state):
         """How many of the goal's objects lie where they should be. Their state is not looked at,
         because the game itself notices when it is won."""
         lies, (obj, dest) = {}, self.goal
-        moves = [re.fullmatch(r"(take|move) (.+) (?:from|to) (.+)", c) for c in self.played
-                 if c.startswith(("take ", "move "))]
-        for verb, thing, place in (move.groups() for move in moves):
-            lies[thing] = place if verb == "move" else ""
+        for command in self.played:
+            if move := re.fullmatch(r"(take|move) (.+) (?:from|to) (.+)", command):
+                lies[move[2]] = move[3] if move[1] == "move" else ""
         return sum(type_of(t) == obj and type_of(p) == dest for t, p in lies.items())
 
 
@@ -214,9 +198,9 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     obs, info = env.reset(task)
     while advice := env.advice(forgetful):
         thought, label = advice
-        executed, idle = label, forgetful and [t.thought for t in turns[-2:]] == ["done", "done"]
-        if isinstance(env, Seeker) and rng.random() < noise:
-            executed = rng.choice(info["admissible"])
+        idle = forgetful and [turn.thought for turn in turns[-2:]] == ["done", "done"]
+        slips = isinstance(env, Seeker) and rng.random() < noise
+        executed = rng.choice(info["admissible"]) if slips else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
         if terminated or truncated or idle:
@@ -225,62 +209,43 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
 
 
 @functools.cache
-def demonstrator(name, options):
-    """An environment with `advice`, made once in each process. options: a tuple of pairs."""
+def demonstrator(name, **options):
+    """An environment with `advice`, made once in each process."""
     kind = AlfWorldDemonstrator if name == "alfworld" else envs.known(name)
-    return kind(**dict(options))
+    return kind(**options)
 
 
-def demonstrate_here(name, options, task, seed, forget, noise):
+def demonstrate_here(config, flags, seed, task):
     try:
-        return demonstrate(demonstrator(name, options), task, seed, forget, noise)
+        env = demonstrator(config.env, **envs.options_for(vars(config)))
+        return demonstrate(env, task, seed, flags.forget, flags.noise)
     except Exception as error:  # of another class, because not every exception can be pickled
-        why = f"{type(error).__name__}: {error}"
-        raise envs.GameError(f"{name}: game {task} failed: {why}") from None
-
-
-def start_players(workers):
-    """-> the processes that demonstrations are played in. They are forked from a server without
-    threads, and leave Ctrl-C to this process."""
-    return concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("forkserver"), signal.signal,
-        (signal.SIGINT, signal.SIG_IGN))
+        raise envs.GameError(f"{config.env}: game {task} failed: {error!r}") from None
 
 
 # --------------------------------------------------------------------------- learning from them
 
 
-def samples_of(lm, name, turns, context, history):
+def samples_of(lm, turns, context, config):
     """A demonstration -> training samples [(ids, spans)]. In `window` every turn is a sample whose
     response holds the label. In `full` the responses hold what was executed, because the
     conversation goes on from there, and only those that follow the label are trained on."""
-    episode, samples, ids, spans = envs.known(name).episode(*turns[0][:2]), [], [], []
+    episode, samples = envs.known(config.env).episode(*turns[0][:2]), []
     end = lm.chat.later("-")[0]  # the token that ends a turn
     for n, turn in enumerate(turns):
         if n > 0:
             episode.took(turns[n - 1].executed, turn.obs, turn.info)
+        if n == 0 or context == "window":
+            samples.append(([], []))
+        ids, spans = samples[-1]
+        ids += fitting(lm, episode.prompts(context, config.history), ids, float("inf"))[1]
+        start = len(ids)
         action = turn.label if context == "window" else turn.executed
-        text = RESPONSE.format(thought=turn.thought, action=action)
-        response = lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
-        ids = ids if context == "full" else []
-        ids = ids + fitting(lm, episode.prompts(context, history), ids, float("inf"))[1]
-        span, ids = (len(ids), len(ids) + len(response)), ids + response
-        if context == "window":
-            samples.append((ids, [span]))
-        elif turn.executed == turn.label:
-            spans.append(span)
-    return samples if context == "window" else [(ids, spans)] if spans else []
-
-
-def demonstrations(lm, games, seed, context, config, flags, mapper=map):
-    """Demonstrations of the games as training samples. `mapper` may spread them over
-    processes."""
-    options = tuple(envs.options_for(vars(config)).items())
-    play = functools.partial(demonstrate_here, config.env, options, seed=seed, forget=flags.forget,
-                             noise=flags.noise)
-    played = [turns for turns in mapper(play, games) if turns]
-    return [sample for turns in played
-            for sample in samples_of(lm, config.env, turns, context, config.history)]
+        text = f"<think> {turn.thought} </think> <action> {action} </action>"
+        ids += lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
+        if action == turn.label:
+            spans.append((start, len(ids)))
+    return [(ids, spans) for ids, spans in samples if spans]
 
 
 def imitation_loss(lm, batch, text_weight):
@@ -295,43 +260,44 @@ def imitation_loss(lm, batch, text_weight):
     return -(weight[b, t + 1] * logp.gather(1, batch.ids[b, t + 1][:, None])[:, 0]).sum()
 
 
-def draw_batch(stock, size, refill):
-    """Takes samples with `size` turns or a few more from the end of the stock, which is a list that
-    `refill` fills up and shuffles, so that neighbours come from different games."""
-    while sum(len(spans) for _, spans in stock) < 4 * size:
-        had = len(stock)
-        refill(stock)
-        if len(stock) == had:
-            raise ValueError("the demonstrator knows no way to win any of the games drawn")
-    batch = []
-    while sum(len(spans) for _, spans in batch) < size:
-        batch.append(stock.pop())
-    return batch
+def batches(lm, games, contexts, config, flags, mapper=map):
+    """Yields for each step samples with flags.batch turns or a few more, of the contexts in turn.
+    They come from a stock that is filled up and shuffled, so that neighbours are of different
+    games. `mapper` may spread the demonstrations over processes."""
+    stocks = {context: [] for context in contexts}
+    for step in range(flags.steps):
+        context = contexts[step % len(contexts)]
+        stock = stocks[context]
+        while sum(len(spans) for _, spans in stock) < 4 * flags.batch:
+            had = len(stock)
+            rng = np.random.default_rng([config.seed, step, had, DEMONSTRATIONS])
+            some = [games[i] for i in rng.choice(len(games), 32)]
+            play = functools.partial(demonstrate_here, config, flags, (config.seed, step))
+            for turns in filter(None, mapper(play, some)):
+                stock += samples_of(lm, turns, context, config)
+            if len(stock) == had:
+                raise ValueError("the demonstrator knows no way to win any of the games drawn")
+            rng.shuffle(stock)
+        batch = []
+        while sum(len(spans) for _, spans in batch) < flags.batch:
+            batch.append(stock.pop())
+        yield batch
 
 
 def imitate(lm, pool, config, flags, mapper=map):
     """Steps on demonstrations, until nearly all actions that the model samples in games it has not
     seen are admissible, or flags.steps are done."""
-    optimizer = AdamW(lm.model.parameters(), config.lr,
-                              moments=getattr(torch, config.moments))
+    optimizer = AdamW(lm.model.parameters(), flags.lr, moments=getattr(torch, config.moments))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     probe = evaluation.spaced(ids, 64)  # ids are sorted by kind of task, so that all kinds occur
     practice = sorted({*ids} - {*probe}) or ids
     contexts = (config.context,) if config.model != "random" else ("window", "full")  # for either
-    stocks, bar = {context: [] for context in contexts}, tqdm(range(flags.steps), desc="imitation")
-    for step in bar:
-        context = contexts[step % len(contexts)]
-
-        def refill(stock):
-            rng = np.random.default_rng([config.seed, step, len(stock), DEMONSTRATIONS])
-            games = [practice[i] for i in rng.choice(len(practice), 32)]
-            seed = config.seed, step
-            stock += demonstrations(lm, games, seed, context, config, flags, mapper)
-            rng.shuffle(stock)
-
-        batch = draw_batch(stocks[context], flags.batch, refill)
+    samplers = [evaluation.sampler_for(lm, dataclasses.replace(config, context=context))
+                for context in contexts]
+    bar = tqdm(batches(lm, practice, contexts, config, flags, mapper), "imitation", flags.steps)
+    for step, batch in enumerate(bar):
         tokens = sum(end - start for _, spans in batch for start, end in spans)
         micros = [make_batch(group).to(lm.device)
                   for group in micro_batches(batch, config.tokens_per_micro_batch)]
@@ -339,86 +305,65 @@ def imitate(lm, pool, config, flags, mapper=map):
             imitation_loss(lm, micro, flags.text_weight) / tokens, {}), config.checkpointing)
         schedule.step()
         if (step + 1) % 200 == 0:
-            shares = [admissible_share(lm, pool, probe, c, step, config) for c in contexts]
+            shares = [admissible_share(each, probe, pool, step, config) for each in samplers]
             bar.set_postfix_str("admissible " + ", ".join(f"{share:.1%}" for share in shares))
             if min(shares) >= flags.until:
                 break
 
 
-def admissible_share(lm, pool, games, context, step, config):
+def admissible_share(sampler, games, pool, step, config):
     """The share of admissible actions among those that the model samples in `games`."""
-    sampler = evaluation.sampler_for(lm, dataclasses.replace(config, context=context))
     turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE), rows=config.rows,
                     history=config.history)
-    del sampler
-    gc.collect()  # it refers to itself, and would keep its memory
     return float(np.mean([turn.admissible for turn in turns]))
 
 
 # ------------------------------------------------------------------------------------- settings
 
-FLAGS = {  # name: (type, default, help)
-    "steps": (int, 5000, "optimizer steps, at most"),
-    "lr": (float, 1e-5, "the highest learning rate"),
-    "batch": (int, 64, "turns a step"),
-    "text_weight": (float, 0.0, "weight of predicting what is read, beside what is said"),
-    "until": (float, 0.98, "share of admissible actions, looked at every 200 steps, that ends it"),
-    "forget": (float, 0.0, "share of demonstrations by the forgetful demonstrator"),
-    "noise": (float, 0.2, "share of turns in which a random command is executed")}
+@dataclasses.dataclass
+class Flags:
+    """What an imitation has beside flags of train.py. A comment is its flag's --help."""
+
+    steps: int = 5000  # optimizer steps, at most
+    lr: float = 1e-5  # the highest learning rate
+    batch: int = 64  # turns a step
+    text_weight: float = 0.0  # weight of predicting what is read, beside what is said
+    until: float = 0.98  # share of admissible actions, looked at every 200 steps, that ends it
+    forget: float = 0.0  # share of demonstrations by the forgetful demonstrator
+    noise: float = 0.2  # share of turns in which a random command is executed
+
+
 TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
-TRAIN = """env model data out seed context engine rows compile dtype history horizon places objects
-max_new max_prompt r_max tau_v value_tokens tokens_per_micro_batch checkpointing moments
-""".split()  # of train.py
 
 
 def parse(argv=None):
-    """-> train.py's Config, and the flags of FLAGS. ValueError says what is wrong."""
-    parser = cli.Parser(description="Imitation, before Algorithm 1.", epilog="It also takes "
-                        f"these flags of train.py: --{' --'.join(TRAIN)}.")
-    for name, (kind, default, text) in FLAGS.items():
-        tiny = f"; tiny: {TINY[name]}" if name in TINY else ""
-        parser.add_argument(f"--{name}", type=kind, help=f"{text} [{default}{tiny}]")
+    """-> train.py's Config, and Flags. ValueError says what is wrong."""
+    parser = cli.flags_of(Flags, {"tiny": TINY}, "Imitation, before Algorithm 1. It takes flags of "
+                          "train.py too: those of the environment, the model and the memory.")
     flags, rest = parser.parse_known_args(argv)
-    given = {word[2:].split("=")[0] for word in rest if word.startswith("--")}
     config = train.parse_config(["--model", "random", *rest])
-    if idle := given - {*TRAIN}:
-        raise ValueError(f"--{min(idle)} does nothing in an imitation")
-    if "out" not in given:
-        config = dataclasses.replace(config, out=f"runs/start-{config.env}-{config.seed}")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("an imitation is one process: start it without torchrun")
     if os.path.exists(config.out):  # before any work, because writing replaces what is there
         raise ValueError(f"--out {config.out} exists already; name a new folder")
-    defaults = {name: default for name, (_, default, _) in FLAGS.items()}
-    defaults |= TINY if is_tiny(config.model) else {}
-    given = {name: x for name, x in vars(flags).items() if x is not None}
-    return config, argparse.Namespace(**defaults | given)
-
-
-def run(config, flags):
-    print(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less",
-          flush=True)
-    dtype = getattr(torch, config.dtype)
-    lm = random_tiny(config.seed, dtype) if config.model == "random" else load(
-        config.model, dtype=dtype, value_tokens=config.value_tokens, tau_v=config.tau_v,
-        r_max=config.r_max)
-    lm = train.fitted(lm, config)
-    workers = envs.default_workers(config.env)
-    pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
-    players = start_players(workers) if workers else None
-    try:
-        imitate(lm, pool, config, flags, players.map if players else map)
-    finally:
-        pool.close()
-        if players:
-            players.shutdown(cancel_futures=True)
-    runs.write_folder(config.out, lm.save)
-    print(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}")
+    return config, Flags(**(TINY if is_tiny(config.model) else {}) | vars(flags))
 
 
 def main():
-    with cli.one_line_errors("imitate.py", envs.GameError, concurrent.futures.BrokenExecutor):
-        run(*parse())
+    with cli.one_line_errors("imitate.py", envs.GameError, BrokenExecutor):
+        config, flags = parse()
+        say(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less")
+        dtype = getattr(torch, config.dtype)
+        lm = random_tiny(config.seed, dtype) if config.model == "random" else load(
+            config.model, dtype=dtype, value_tokens=config.value_tokens)
+        lm = train.fitted(lm, config)
+        workers = envs.default_workers(config.env)
+        pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
+        # they are forked from a server without threads, and leave Ctrl-C to this process
+        players = ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver"),
+                                      signal.signal, (signal.SIGINT, signal.SIG_IGN))
+        with contextlib.closing(pool), players:
+            imitate(lm, pool, config, flags, players.map if workers else map)
+        runs.write_folder(config.out, lm.save)
+        say(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}")
 
 
 if __name__ == "__main__":

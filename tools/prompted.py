@@ -7,6 +7,7 @@ It plays, reports and writes as eval.py does, whose flags it takes. `plain` has 
 training. `react` shows the model its thoughts and turns so far, as many as fit (arXiv 2210.03629).
 In `reflexion` it also tries a game again, with what it told itself after failures (2303.11366).
 """
+import functools
 import os
 import re
 import sys
@@ -32,7 +33,7 @@ REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{t
 TRIALS = 3  # attempts at a game in Reflexion
 
 
-def attempts(sampler, games, pool, *, style="react", seed=0, rows=None, history=2):
+def attempts(sampler, games, pool, *, style, seed=0, rows=SIDE_BY_SIDE, history=2):
     """Plays {number: game} and yields (number, record), as eval.attempt does. Reflexion tries a
     game up to TRIALS times, and yields a record each time."""
     lessons = {number: [] for number in games}
@@ -41,15 +42,15 @@ def attempts(sampler, games, pool, *, style="react", seed=0, rows=None, history=
     for trial in range(TRIALS if style == "reflexion" else 1):
         stream, failed = (seed, 0, EVALUATION + trial), {}
         for number, turns, episode in trajectories(
-                sampler, [*games.values()], pool, trajs=games, rows=rows or SIDE_BY_SIDE,
-                seed=stream, history=history, prompts=prompts):
+                sampler, [*games.values()], pool, trajs=games, rows=rows, seed=stream,
+                history=history, prompts=prompts):
             about = {"trials": trial + 1, "lessons": [*lessons[number]]}
             yield number, record(pool.env, games[number], turns, episode) | about
             if not episode.info["won"]:
                 failed[number] = turns, episode
         games = {number: games[number] for number in failed}
         if style == "reflexion" and trial + 1 < TRIALS:
-            reflect(sampler, failed, lessons, rows or SIDE_BY_SIDE, stream)
+            reflect(sampler, failed, lessons, rows, stream)
 
 
 def react(turns, episode, lessons, template=REACT):
@@ -93,27 +94,17 @@ class Endpoint:
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
         first=list, prompts=lambda texts, before: [list(text) for text in texts]))
 
-    def __init__(self, url, model, temperature, max_new, max_prompt=2048):
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--endpoint {url}: an address begins with http:// or https://")
+    def __init__(self, args):
+        self.url, self.max_new = args.endpoint, args.max_new
+        self.limit = 4 * args.max_prompt  # a token has about four letters
+        self.open, self.steps = {}, 0
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--endpoint {self.url}: an address begins with http:// or https://")
         import openai
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
-        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=6, timeout=300)
-        self.options = {"model": model, "temperature": temperature, "max_tokens": max_new}
-        self.url, self.max_new = url, max_new
-        self.limit = 4 * max_prompt  # a token has about four letters
-        self.open, self.steps = {}, 0
-
-    def ask(self, text):
-        """-> the answer to a prompt. ValueError: there is none."""
-        chat = [{"role": "user", "content": text}]
-        try:
-            answer = self.client.chat.completions.create(messages=chat, **self.options)
-            return str(answer.choices[0].message.content or "")  # None: it ran out of tokens
-        except Exception as error:  # the client's own, or an answer of another shape
-            refused = getattr(error, "status_code", None) in (401, 403)
-            why = f"{'OPENAI_API_KEY is missing or refused: ' if refused else ''}{error!r}"
-        raise ValueError(f"{self.url}: {' '.join(why.split())[:300]}")
+        client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=6, timeout=300)
+        self.create = functools.partial(client.chat.completions.create, model=args.model,
+                                        temperature=args.temperature, max_tokens=args.max_new)
 
     @property
     def busy(self):
@@ -122,9 +113,12 @@ class Endpoint:
     def add(self, name, letters, u):
         def answer():
             try:
-                request.set_result(self.ask("".join(letters)))
-            except ValueError as error:
-                request.set_exception(error)
+                said = self.create(messages=[{"role": "user", "content": "".join(letters)}])
+                text = said.choices[0].message.content or ""  # None: it ran out of tokens
+                request.set_result(SimpleNamespace(ids=[*text], logp=[], v=0.0, q=0.0))
+            except Exception as error:  # the client's own, or an answer of another shape
+                why = " ".join(repr(error).split())[:300]
+                request.set_exception(ValueError(f"{self.url}: {why}"))
 
         request = Future()
         self.open[request] = name
@@ -134,8 +128,7 @@ class Endpoint:
         """The answers that are there. It waits for one unless a game computes (`steps`)."""
         done, _ = wait(self.open, None if steps is None else 0, FIRST_COMPLETED)
         self.steps += steps or 0
-        return [(self.open.pop(request), SimpleNamespace(
-            ids=[*request.result()], logp=[], v=0.0, q=0.0)) for request in done]
+        return [(self.open.pop(request), request.result()) for request in done]
 
     def forget(self):
         self.open = {}
@@ -153,16 +146,9 @@ def main():
         args.context = "window"  # each turn shows the past anew
         args.max_prompt = args.max_prompt or 8192  # which holds all of ALFWorld's turns
         args.rows = args.rows or (16 if args.endpoint else SIDE_BY_SIDE)
-
-        def sampler_of(args):
-            return local(args) if not args.endpoint else Endpoint(
-                args.endpoint, args.model, args.temperature, args.max_new, args.max_prompt)
-
-        def attempt(*about, **options):
-            return attempts(*about, style=args.prompt, **options)
-
         join_ranks()
-        evaluate(args, sampler_of, attempt, args.prompt)
+        evaluate(args, Endpoint if args.endpoint else local,
+                 functools.partial(attempts, style=args.prompt), args.prompt)
 
 
 if __name__ == "__main__":

@@ -200,12 +200,6 @@ def test_a_score_is_the_share_of_what_was_asked_for_times_the_kind(nouns, query,
         assert points == pytest.approx(score * got)
 
 
-def test_token_set_ratio():  # by thefuzz 0.19.0
-    for a, b, expected in (("large", "('size', 'x-large')", 100), ("red", "blue", 29),
-                           ("non slip", "slip resistant", 67), ("\u00e9 na\u00efve", "nave", 100)):
-        assert webshop.token_set_ratio(a, b) == webshop.token_set_ratio(b, a) == expected
-
-
 def test_goals_follow_the_originals_stream_and_the_splits_share_no_product(tmp_path):
     pricing = ["$5.00", "$12.00$80.00", None, "$985.00", "$1200.00"]
     products = [DRESS | {"asin": f"B{n:09d}", "pricing": pricing[n % 5]} for n in range(50)]
