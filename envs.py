@@ -22,20 +22,18 @@ import argparse
 import contextlib
 import copy
 import hashlib
-import importlib
 import itertools
-import json
 import os
+import pkgutil
+import queue
 import random
 import re
-import signal
 import subprocess
 import sys
+import threading
 import time
-import warnings
-from collections import Counter
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
 
 from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 from worlds.textworld import Engine, alfworld_root, game_folders
@@ -61,15 +59,6 @@ PAST = "What you saw: {obs}\nWhat you did: {action}"
 FULL_FIRST = ("{role}\n{obs}\n\nThese commands always work: [{always}].\nOther commands that work "
               "now: [{commands}].\n\n{answer} Answer every later message in the same way.")
 FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
-
-SHOP_ROLE = ("You shop in an online store by typing commands: search[words of your own] looks "
-             "through its catalogue, click[...] follows a link or a button or chooses an option. "
-             "Find a product that is all that is asked for, choose its options, and buy it.")
-SHOP_FIRST = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: "
-              "[{commands}].\n\n{answer}")
-SHOP_LATER = LATER.replace("Commands that work now", "Commands on this page")
-SHOP_FULL_FIRST = SHOP_FIRST + " Answer every later message in the same way."
-SHOP_FULL_LATER = "{obs}\n\nCommands on this page: [{commands}]."
 
 
 def quoted(commands):
@@ -130,14 +119,18 @@ class Episode:
 class ShopEpisode(Episode):
     """The same for the shop. Its pages repeat the task, which is therefore cut out of them."""
 
-    role, first, later = SHOP_ROLE, SHOP_FIRST, SHOP_LATER
-    full_first, full_later = SHOP_FULL_FIRST, SHOP_FULL_LATER
+    role = ("You shop in an online store by typing commands: search[words of your own] looks "
+            "through its catalogue, click[...] follows a link or a button or chooses an option. "
+            "Find a product that is all that is asked for, choose its options, and buy it.")
+    first = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: "
+             "[{commands}].\n\n{answer}")
+    later = LATER.replace("Commands that work now", "Commands on this page")
+    full_first = first + " Answer every later message in the same way."
+    full_later = "{obs}\n\nCommands on this page: [{commands}]."
 
     def shown(self, obs):
-        pieces, task = obs.split(" [SEP] "), self.info["task"].strip()
-        if task not in pieces:
-            return obs.strip()
-        return " [SEP] ".join(f"'{piece}'" for piece in pieces[pieces.index(task) + 1:])
+        page = obs.split(f" [SEP] {self.info['task'].strip()} [SEP] ", 1)[-1]
+        return " [SEP] ".join(f"'{piece}'" for piece in page.split(" [SEP] "))
 
     def accepts(self, action):
         """Searching works on every page, clicking on what the page lists."""
@@ -216,9 +209,8 @@ def numbered(types):  # ["mug", "pen", "mug"] -> ["mug 1", "pen 1", "mug 2"]
 
 
 def listing(names):  # ["mug 1", "pen 1"] -> "a mug 1, and a pen 1"
-    if len(names) < 2:
-        return f"a {names[0]}" if names else "nothing"
-    return ", ".join(f"a {n}" for n in names[:-1]) + f", and a {names[-1]}"
+    *others, last = [f"a {n}" for n in names] or ["nothing"]
+    return f"{', '.join(others)}, and {last}" if others else last
 
 
 class House(Seeker, Env):
@@ -232,24 +224,21 @@ class House(Seeker, Env):
 
     def __init__(self, places=5, objects=4, horizon=None):
         super().__init__(horizon)
-        for name, value, least in (("places", places, 5), ("objects", objects, 2)):
-            if value < least:
-                raise ValueError(f"house: {name} must be at least {least}, got {value}")
+        if places < 5 or objects < 2:
+            raise ValueError(f"house: places {places}, objects {objects}; it needs 5 and 2 or more")
         self.size = places, objects
 
     def tasks(self, split):
         """A number's own hash decides its split, so that options of size never move a task."""
         if split not in SIZES:
             raise ValueError(f"house has no split {split!r}; known: {', '.join(SIZES)}")
-        def in_split(n):
-            return (hashlib.sha256(str(n).encode()).digest()[0] % 5 == 0) == (split == "test")
-        numbers = filter(in_split, itertools.count())
-        return [f"{n:05d}" for n in itertools.islice(numbers, SIZES[split])]
+        hashes = ((n, hashlib.sha256(str(n).encode()).digest()) for n in itertools.count())
+        ids = (f"{n:05d}" for n, its in hashes if (its[0] % 5 == 0) == (split == "test"))
+        return list(itertools.islice(ids, SIZES[split]))
 
     def reset(self, task):
-        seed = int(task)
         for attempt in range(1000):
-            rng = random.Random(f"{seed}.{attempt} {self.size}")
+            rng = random.Random(f"{int(task)}.{attempt} {self.size}")
             self.draw_places(rng)
             self.draw_task(rng)
             if 1 <= len(self.expert() or []) <= min(4 * self.size[0], 50):
@@ -305,10 +294,8 @@ class House(Seeker, Env):
     def admissible(self):
         here, thing = self.at, self.holding
         out = ["help", "inventory", "look"] + [f"go to {p}" for p in self.places if p != here]
-        if thing:
-            out.append(f"examine {thing}")
+        out += [f"examine {x}" for x in (here, thing) if x]
         if here:
-            out.append(f"examine {here}")
             if type_of(here) in OPENABLE:
                 out.append(f"open {here}" if self.closed(here) else f"close {here}")
             if thing is None:
@@ -391,11 +378,10 @@ class House(Seeker, Env):
         """How many of the goal's objects are at their destination and treated, or in any_state."""
         obj, dest = self.goal
         things = [thing for p in self.places if type_of(p) == dest for thing in self.contents[p]]
-        any_state = any_state or self.verb is None
         return sum(type_of(thing) == obj and (any_state or self.treated(thing)) for thing in things)
 
     def treated(self, thing):
-        return STATES[self.verb] in self.states.get(thing, ())
+        return self.verb is None or STATES[self.verb] in self.states.get(thing, ())
 
     def expert(self):
         """Commands that win from here, found in a copy of the room; None once it is won."""
@@ -515,15 +501,12 @@ def known(name):
     as MODULE:CLASS, looked for in the working directory as well."""
     if name in ENVS:
         return ENVS[name]
-    module, _, its_class = name.partition(":")
-    if not its_class:
-        raise ValueError(f"unknown environment {name!r}; known: {', '.join(ENVS)}, and your own as "
-                         "MODULE:CLASS")
     sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
     try:
-        found = getattr(importlib.import_module(module), its_class)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--env {name}: {error}") from error
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, and your own as "
+                         "MODULE:CLASS") from error
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment inherits envs.Env")
     return found
@@ -570,20 +553,24 @@ def checked(info):
 
 
 class Games:
-    """Many games in one process: the worker's half of the pool."""
+    """Many games, by number, in one process: the worker's half of the pool."""
 
     def __init__(self, name, options):
         self.name, self.options = name, options
-        self.playing, self.ready, self.spare = {}, {}, []  # by number; by task; used environments
+        self.loaded = set()  # all games so far, as a load may come after its start
+        self.ready = {}  # those not yet started: (environment, obs, info)
+        self.playing = {}  # their environments
+        self.spare = []  # used environments
 
-    def load(self, task):
-        env = self.spare.pop() if self.spare else make_env(self.name, **self.options)
-        self.ready.setdefault(task, []).append((env, *env.reset(task)))
+    def load(self, number, task):
+        if number not in self.loaded:
+            env = self.spare.pop() if self.spare else make_env(self.name, **self.options)
+            self.ready[number] = env, *env.reset(task)
+            self.loaded.add(number)
 
     def start(self, number, task):
-        if not self.ready.get(task):
-            self.load(task)
-        self.playing[number], obs, info = self.ready[task].pop()
+        self.load(number, task)
+        self.playing[number], obs, info = self.ready.pop(number)
         return str(obs), checked(info)
 
     def step(self, number, action):
@@ -596,49 +583,46 @@ class Games:
         if number in self.playing:
             self.spare.append(self.playing.pop(number))
 
-    def answer(self, op, number, argument):
-        """The result of start, step or drop, or a GameError: not every exception can be pickled."""
+    def do(self, number, asked):
+        """The answer to the last request, or a GameError: not every exception can be pickled."""
         try:
-            return getattr(self, op)(number, argument)
+            for op, argument in asked:
+                answer = getattr(self, op)(number, argument)
+            return answer
         except Exception as error:
             return GameError(f"{type(error).__name__}: {error}")
 
 
-def worker_main():
-    """A worker process: answers messages, and while there are none loads the games to be played
-    next. It ends when its parent closes the pipe, which may use it to finish after a signal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    warnings.filterwarnings("ignore", "webshop: ")  # the parent has warned already
-    conn, games, coming = Connection(int(sys.argv[2])), Games(*json.loads(sys.argv[3])), []
-    while True:
+def worker_main(fd):
+    """A worker process: does what messages ask, until its parent closes the pipe."""
+    conn, messages = Connection(fd), queue.PriorityQueue()
+    games = Games(*conn.recv())
+
+    def read():
         try:
-            if coming and not conn.poll():
-                with contextlib.suppress(Exception):  # start() meets it again and reports it
-                    games.load(coming.pop(0))
-                continue
-            op, number, argument, n = conn.recv()
-            if op == "load":
-                coming.append(argument)
-                continue
-            if op == "start" and argument in coming:
-                coming.remove(argument)
-            answer = games.answer(op, number, argument)
-            if op != "drop":
-                conn.send((number, n, answer))
-        except (EOFError, OSError):
-            return
+            for n in itertools.count():
+                number, asked, wanted = conn.recv()
+                messages.put((asked[0][0] == "load", n, number, asked, wanted))
+        finally:
+            os._exit(0)
+
+    # Someone always reads what the parent sends: with both pipes full, both sides would hang.
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        *_, number, asked, wanted = messages.get()  # a load only if nothing else is asked
+        answer = games.do(number, asked)
+        if wanted:
+            conn.send((number, answer))
 
 
 @dataclass
 class OpenGame:
-    """The parent's record of a game that is being played."""
-    number: int  # its name at the worker, never used twice
+    """The parent's record of a game."""
     worker: int
     task: str
-    asked: list  # every (op, argument) sent, to be sent again to the worker's successor
-    owed: bool = True  # whether the last of them has not been answered
-    answer: tuple = None  # the answer to it, until the caller takes it
+    asked: list = field(default_factory=list)  # every (op, argument), for the worker's successor
+    answer: tuple = None  # the answer to the last of them, None as long as it is owed
+    number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
 
 class Pool:
@@ -652,124 +636,104 @@ class Pool:
     A worker that dies is replaced and its games are replayed, which the caller does not notice. A
     GameError names a game that fails, or the games one of which killed its worker four times."""
 
-    UNANSWERED = 16  # answers a worker may owe: with both pipes full, both sides would hang
-
     def __init__(self, name, options=None, workers=0):
         self.name, self.options, self.env = name, options or {}, known(name)
         self.local = None if workers else Games(name, self.options)
-        # By worker: process, pipe, messages to send, answers it owes, deaths since its last answer.
-        self.procs, self.conns, self.outbox = [None] * workers, [None] * workers, [None] * workers
-        self.owed, self.deaths = [0] * workers, [0] * workers
-        self.games, self.started = {}, 0  # by key; how many so far
-        self.loading, self.last_loader = {}, -1  # task -> workers that load it; the last of all
+        # By worker: process, pipe, deaths since its last answer.
+        self.procs, self.conns, self.deaths = [None] * workers, [None] * workers, [0] * workers
+        self.games = {}  # by key
+        self.loading = {}  # task: games that workers load
+        self.loaders = itertools.cycle(range(workers))
         self.seconds = 0.0  # spent on games, or waiting for them
         for w in range(workers):
             self.spawn(w)
 
     # ---- what the caller uses
     def load(self, tasks):
-        for task, times in Counter(tasks).items() if self.procs else ():
-            loaders = self.loading.setdefault(task, [])
-            while len(loaders) < times:
-                self.last_loader = (self.last_loader + 1) % len(self.procs)
-                loaders.append(self.last_loader)
-                self.post(self.last_loader, "load", None, task, 0)
+        for task in tasks if self.procs else ():
+            loading = self.loading.setdefault(task, [])
+            while len(loading) < tasks.count(task):
+                game = OpenGame(next(self.loaders), task)
+                loading.append(game)
+                self.send(game, [("load", task)])
 
     def start(self, key, task):
         if key in self.games:
             self.drop(key)
-        self.started += 1
-        self.games[key] = OpenGame(self.started, self.worker_for(task), task, [])
-        self.ask(key, "start", task)
+        if self.loading.get(task):
+            game = self.loading[task].pop(0)
+        else:
+            busy = [game.worker for game in self.games.values()]
+            game = OpenGame(min(range(len(self.procs)), key=busy.count, default=0), task)
+        self.games[key] = game
+        self.ask(game, "start", task)
 
     def step(self, key, action):
         game, most = self.games[key], self.options.get("horizon", self.env.horizon)
         if len(game.asked) > most:  # it was started, and has made so many steps
             raise GameError(f"{self.name}: game {game.task} goes on after {most} turns")
-        self.ask(key, "step", action)
+        self.ask(game, "step", action)
 
     def gather(self, keys):
-        began, games = time.time(), [self.games[key] for key in keys]
-        while any(game.owed for game in games):
-            for conn in wait(self.conns):
-                self.listen(self.conns.index(conn))
-        self.seconds += time.time() - began
-        answers = []
+        games = [self.games[key] for key in keys]
+        for game in games:
+            while game.answer is None:
+                self.listen(game.worker)
         for key, game in zip(keys, games):
-            answer, game.answer = game.answer, None
-            if isinstance(answer, GameError):
-                raise GameError(f"{self.name}: game {game.task} failed: {answer}")
-            if len(answer) == 5 and (answer[2] or answer[3]):  # the game is over
+            if isinstance(game.answer, GameError):
+                raise GameError(f"{self.name}: game {game.task} failed: {game.answer}")
+            if any(game.answer[2:4]):  # terminated or truncated
                 del self.games[key]
-            answers.append(answer)
-        return answers
+        return [game.answer for game in games]
 
     def drop(self, key):
         game = self.games.pop(key)
-        if self.local:
-            self.local.drop(game.number)
-        else:
-            self.post(game.worker, "drop", game.number, None, 0)
+        self.send(game, [("drop", None)])
 
     def close(self):
-        for conn, proc in zip(self.conns, self.procs):
-            conn.close()
+        for proc in self.procs:
             proc.kill()
             proc.wait()
 
-    # ---- games and messages
-    def worker_for(self, task):
-        """A worker that loads the task, or the one with the fewest games."""
-        if self.loading.get(task):
-            return self.loading[task].pop(0)
-        busy = [game.worker for game in self.games.values()]
-        return min(range(len(self.procs)), key=busy.count, default=0)
-
-    def ask(self, key, op, argument):
-        game = self.games[key]
+    # ---- messages
+    def ask(self, game, op, argument):
         game.asked.append((op, argument))
+        game.answer = None
+        self.send(game, game.asked[-1:], wanted=True)
+
+    def send(self, game, asked, wanted=False):
+        """Asks a worker, or this process. `wanted`: whether the last of it is to be answered."""
+        began = time.time()
         if self.local:
-            began = time.time()
-            game.answer, game.owed = self.local.answer(op, game.number, argument), False
-            self.seconds += time.time() - began
+            game.answer = self.local.do(game.number, asked)
         else:
-            game.owed = True
-            self.post(game.worker, op, game.number, argument, len(game.asked))
-
-    def post(self, w, op, number, argument, n):
-        """Sends a worker the n-th request of a game, as soon as that can be."""
-        self.outbox[w].append((op, number, argument, n))
-        self.flush(w)
-
-    def flush(self, w):
-        """Sends what the worker may be sent now. A dead worker is noticed by listen()."""
-        while self.outbox[w] and self.owed[w] < self.UNANSWERED:
-            message = self.outbox[w].pop(0)
-            self.owed[w] += message[0] in ("start", "step")
-            with contextlib.suppress(OSError):
-                self.conns[w].send(message)
+            with contextlib.suppress(OSError):  # listen() notices a dead worker
+                self.conns[game.worker].send((game.number, asked, wanted))
+        self.seconds += time.time() - began
 
     def listen(self, w):
+        """Waits for a worker's next answer; replaces it if it is dead."""
+        began = time.time()
         try:
-            number, n, answer = self.conns[w].recv()
+            number, answer = self.conns[w].recv()
         except (EOFError, OSError):
             return self.replace(w)
-        self.owed[w] -= 1
-        self.flush(w)
+        self.seconds += time.time() - began
         for game in self.games.values():  # the one asked may have been dropped
-            if game.number == number and n == len(game.asked) and game.owed:  # else it is replayed
-                game.answer, game.owed, self.deaths[w] = answer, False, 0
+            if game.number == number:
+                game.answer = answer
+                self.deaths[w] = 0
 
     # ---- the workers
     def spawn(self, w):
-        """Starts a fresh interpreter on this file; a fork would copy torch and its threads."""
+        """Starts a fresh interpreter on this file; a fork would copy torch and its threads. In its
+        own session Ctrl-C does not reach it, as the caller may need it in order to finish."""
         self.conns[w], theirs = Pipe()
-        code = "import sys; sys.path.insert(0, sys.argv[1]); import envs; envs.worker_main()"
-        here = os.path.dirname(os.path.abspath(__file__))
-        command = [sys.executable, "-c", code, here, str(theirs.fileno()),
-                   json.dumps([self.name, self.options])]
-        self.procs[w] = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.outbox[w], self.owed[w] = [], 0
+        here, fd = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
+        code = f"import sys; sys.path.insert(0, {here!r}); import envs; envs.worker_main({fd})"
+        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the shop has warned here
+        self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
+        self.conns[w].send((self.name, self.options))
         theirs.close()
 
     def replace(self, w):
@@ -777,15 +741,14 @@ class Pool:
         self.deaths[w] += 1
         games = [game for game in self.games.values() if game.worker == w]
         if self.deaths[w] > 3:
-            owing = [game.task for game in games if game.owed]
+            owing = [game.task for game in games if game.answer is None]
             raise GameError(f"{self.name}: a worker died four times running, and owed answers in "
                             f"{owing[:4]}")
         self.procs[w].kill()
         self.procs[w].wait()
         self.spawn(w)
         for game in games:
-            for n, (op, argument) in enumerate(game.asked, 1):
-                self.post(w, op, game.number, argument, n)
+            self.send(game, game.asked, wanted=game.answer is None)
 
 
 # ------------------------------------------------------------------------------- command line
@@ -802,8 +765,7 @@ def play_by_hand(env):
             action = (plan or info["admissible"])[0]
             print(f"(the expert{'' if plan else ' knows no way to win'}: {action})")
         obs, reward, terminated, truncated, info = env.step(action)
-    outcome = "Won" if info["won"] else "Over" if terminated else "Out of time"
-    print(f"{obs.strip()}\n\n{outcome}: reward {reward:g}, score {info['score']:.3g}")
+    print(f"{obs.strip()}\n\nWon: {info['won']}, reward {reward:g}, score {info['score']:.3g}")
 
 
 def main():

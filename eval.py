@@ -38,7 +38,6 @@ NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO",
 
 # ----------------------------------------------------------------------------- games and reports
 
-
 def attempt(sampler, games, pool, *, seed=0, rows=None, history=2):
     """Plays {number: game} and yields (number, record) of an episode as soon as it is over. Random
     numbers depend on seed and number alone, so ranks can share the games."""
@@ -140,7 +139,6 @@ def write_of_run(before, after, config):
 
 
 # ------------------------------------------------------------------------- groups of finished runs
-
 
 def group_runs(folders, finished=False):
     """{label: runs} by the folders' names without -SEED. What is no run is named and left out."""

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
@@ -52,7 +54,6 @@ def entropy(logp, value_ids):
 
 
 # --------------------------------------------------------------------------------------- batches
-
 
 class Batch(NamedTuple):
     """Sequences, padded on the right so that causal attention needs no mask, and the positions of
@@ -333,11 +334,17 @@ def folder_of(name):
 
 
 def locate(name):
-    """-> the folder or hub id that a name means: one of `folder_of`, Qwen2.5-1.5B or OWNER/NAME."""
+    """-> the folder or hub id that a name means: one of `folder_of`, Qwen2.5-1.5B or OWNER/NAME. A
+    hub that does not answer is not asked again, which would take half a minute for each file."""
     if folder_of(name).is_dir():
         return str(folder_of(name))
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
+    try:
+        answers = not constants.HF_HUB_OFFLINE and get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # whatever the network does
+        answers = False
+    constants.HF_HUB_OFFLINE = not answers
     owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
     return f"{owner}/{name}" if owner and "/" not in name else name
 

@@ -27,7 +27,6 @@ from model import all_full, choose, load, make_batch, micro_batches
 
 # ------------------------------------------------------------------------ the kv engine's state
 
-
 class Layer:
     """Keys and values of one layer, (R, H', S + 1, E); padding writes to the last position."""
 
@@ -387,7 +386,6 @@ class Sampler:
 
 
 # ----------------------------------------- the other engine, and a comparison with the model itself
-
 
 def generate(sampler):
     """Responses to all that was added, through `generate`; V and Q by a scoring pass."""

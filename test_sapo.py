@@ -472,7 +472,6 @@ def test_only_the_value_terms_reach_the_two_words(seed):
 
 # --------------------------------------------------------------------------------- the baselines
 
-
 def random_groups(seed, tasks=7):
     """Tasks of 1 to 5 trajectories of 1 to 6 turns with rewards, odd numbers as ids, in any order
     -> [(traj, turn, group, state, reward)]."""
@@ -735,7 +734,6 @@ def test_house_has_the_commands_and_sentences_of_alfworld():
 
 # ---------------------------------------------------------------------- prompts and the parser
 
-
 @pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
     ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "go to desk 1", True),
     ("<think>\na\n</think>\n<action>\nlook\n</action>\n", "look", True),
@@ -797,7 +795,6 @@ def test_full_prompt_says_only_what_is_new():
 
 
 # ---------------------------------------------------------------------------------------- pool
-
 
 @contextlib.contextmanager
 def a_pool(workers, horizon=12):
@@ -888,7 +885,6 @@ def test_any_number_of_answers_may_be_under_way(kill):
 
 # ------------------------------------------------------------------------------------ alfworld
 
-
 def check_alfworld(env, task):
     """The protocol, the expert and illegal actions in one game of the real engine."""
     obs, info = env.reset(task)
@@ -970,7 +966,6 @@ def test_shop_prompts(shop_data):
 
 
 # ------------------------------------------------------------------------------ model and rollout
-
 
 def random_model(architecture, seed=0, layers=2):
     """A random model of an architecture behind the tiny tokenizer. Its weights are wide enough to
@@ -1492,7 +1487,6 @@ def test_a_head_that_changes_its_logits_is_refused():
 
 # ---------------------------------------------------------------------------------------- train
 
-
 def small_config(tmp_path, *flags):
     return train.parse_config([
         "--tasks", "6", "--iterations", "2", "--horizon", "6", "--eval_games", "4", "--mini_batch",
@@ -1946,7 +1940,6 @@ def test_metrics_go_to_wandb_and_a_resumed_run_goes_on_under_its_id(tmp_path, mo
 
 # ------------------------------------------------------------------------- learner and survival
 
-
 def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path, unclipped):
     found = []
     for chunk in (10 ** 6, 7):
@@ -2303,7 +2296,6 @@ def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------ the files
-
 
 def test_every_file_shows_its_concern(capsys, monkeypatch):
     run_main(sapo, monkeypatch)

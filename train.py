@@ -12,7 +12,6 @@ stand last. N turns and M response tokens are this rank's; sums and means take i
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import json
 import os
 import time
@@ -154,7 +153,6 @@ class Learner:
 
 # ------------------------------------------------------------- turns, batches, scores and targets
 
-
 class Played:
     """The turns of an iteration in the order of its micro-batches, and flat tensors of them."""
 
@@ -291,7 +289,6 @@ def numbers_of(targets, steps):
 
 # ------------------------------------------------------------------- what surrounds an iteration
 
-
 class Run:
     """Iterates over the numbers of the iterations that are left: it goes on after a checkpoint,
     writes the next ones, and leaves between two iterations when it is told to."""
@@ -355,8 +352,8 @@ class Run:
                                            total, without held_out
         """
         config, sampler = self.config, self.sampler
-        metrics |= {"iteration": iteration} | self.learner.clock.seconds()
-        metrics |= {"time_env": self.pool.seconds}
+        metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
+        metrics |= self.learner.clock.seconds()
         metrics |= episode_numbers(turns, self.pool.env.categories)
         for key in ("tokens_encoded", "tokens_sampled"):
             metrics[key] = sum(from_ranks([getattr(sampler, key)]))
@@ -398,7 +395,6 @@ def write_transcript(turns, path):
 
 
 # --------------------------------------------------------------------------------------- settings
-
 
 @dataclass(frozen=True)
 class Config:
@@ -509,8 +505,6 @@ def check(c):
         if values[k] != usual[k]:
             raise ValueError(f"--{k} does nothing with --algo {c.algo} --env {c.env} --context "
                              f"{c.context}")
-    if c.env == "alfworld" and not importlib.util.find_spec("alfworld"):
-        raise ValueError("a package is not installed: pip install alfworld")
     if c.tasks % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is Grouped:
         raise ValueError(f"--group_size {c.group_size} does not fit --tasks {c.tasks}, or is too "
                          f"few for --algo {c.algo} to compare")
@@ -521,7 +515,6 @@ def check(c):
 
 
 # -------------------------------------------------------------------------------------------- run
-
 
 def evaluate_and_keep(lm, pool, config):
     """-> success on held-out games. What is better than all before is kept in RUN/best."""
@@ -539,12 +532,12 @@ def load_start(config, pool):
     name = config.model
     if name == "tiny":  # tools/imitate.py made these two
         name = f"{runs.ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
+    pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
+    first, = pool.gather([0])  # what is wrong with an environment is known before a model is loaded
+    pool.drop(0)
     say(f"loading {config.model}")
     lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
               tau_v=config.tau_v, r_max=config.r_max)
-    pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
-    first, = pool.gather([0])
-    pool.drop(0)
     v, q = readout_at_start(lm, lm.chat.first(pool.env.episode(*first).window_prompt()))
     size = sum(p.numel() for p in lm.model.parameters()) / 1e6
     say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); the logits of w+ and w-, "
@@ -606,7 +599,6 @@ def run(config):
 
 
 # -------------------------------------------------------------- the methods SAPO is compared with
-
 
 class PolicyLearner(Learner):
     """Eq. 12 without the values: the policy's own V and Q are not trained."""

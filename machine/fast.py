@@ -41,7 +41,6 @@ def compiled(eager, fast=None):
 
 # ---------------------------------------------------------------------------------------- scoring
 
-
 def compiled_layers(body):
     """A model's body in which each layer is compiled: a few graphs serve all layers and shapes."""
     if not hasattr(body, "layers"):  # it calls them otherwise
@@ -100,7 +99,6 @@ def alike(lm, theirs, ours, what):
 
 
 # --------------------------------------------------------------------------------------- sampling
-
 
 class Captured:
     """A decoding step as CUDA graphs, one for each number of rows and length. They point to where

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 # ------------------------------------------------------------------------------------------ ranks
 
-
 def join_ranks():
     """Under torchrun: this process becomes a rank, with a GPU of its own where there are GPUs."""
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
@@ -60,7 +59,6 @@ def say(*words):
 
 
 # -------------------------------------------------------------------------------------- optimizer
-
 
 SLICE = 2 ** 26  # entries that an optimizer step takes at a time
 

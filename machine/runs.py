@@ -70,7 +70,6 @@ def write_folder(path, fill):
 
 # --------------------------------------------------------------------------------- whose folder
 
-
 def name_of(given, usual, unnamed):
     """ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED of the flags given, where they are not the `usual`
     ones: different runs have different folders. `unnamed`: flags that may change within a run."""
@@ -158,7 +157,6 @@ def begin_wandb(config):
 
 # --------------------------------------------------------------------------------- checkpoints
 
-
 def newest_checkpoint(run):
     """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
     whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
@@ -202,7 +200,6 @@ def signals_noted():
 
 
 # ---------------------------------------------------------------------------- seconds and memory
-
 
 class Clock:
     """Seconds of an iteration's phases."""

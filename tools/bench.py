@@ -107,36 +107,30 @@ def with_stops(lm, mean):
     return dataclasses.replace(lm, stop_ids=(*lm.stop_ids, *ends.tolist())), words
 
 
-class Parser(cli.Parser):
-    """flags: {name: (type, default, help)}. A flag of type bool takes no value."""
-
-    def __init__(self, name, text, flags):
-        super().__init__(prog=f"bench.py {name}", description=text)
-        for flag, (kind, default, about) in flags.items():
-            text = about if default in (None, False) else f"{about} [{default}]"
-            self.add_argument(f"--{flag}", default=default, help=text,
-                              **cli.options_of(kind, default))
-
-
 # --------------------------------------------------------------------------------------- sampler
+
+@dataclasses.dataclass
+class SamplerFlags:
+    """Both engines on the same random prompts. A comment is its flag's --help."""
+
+    model: str = "tiny"  # as for train.py
+    random_weights: bool = False  # build the architecture of --model without its weights
+    rows: int = 16  # prompts side by side
+    prompt: int = 200  # mean length of the prompts in tokens
+    new: int = 64  # longest response in tokens
+    mean: int = None  # a random word in so many ends a response (0: none); default --new / 3
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; bfloat16 on a GPU
+    compile: bool = False  # torch.compile for kv
+    repeats: int = 3  # rounds
 
 
 def sampler_main(argv):
     """The same random prompts through both engines in turns, then a row of a table for each. The
     hf engine reads V and Q by a pass of its own, which is left out under `times hf` and charged
     under `with V, Q`. Responses of one token tell the seconds of the prefill."""
-    args = Parser("sampler", "Both engines on the same random prompts.", {
-        "model": (str, "tiny", "as for train.py"),
-        "random_weights": (bool, False, "build the architecture of --model without its weights"),
-        "rows": (int, 16, "prompts side by side"),
-        "prompt": (int, 200, "mean length of the prompts in tokens"),
-        "new": (int, 64, "longest response in tokens"),
-        "mean": (int, None, "a random word in so many ends a response; 0: none does; default a "
-                 "third of --new"),
-        "dtype": (Literal["float32", "bfloat16"],
-                  "bfloat16" if torch.cuda.is_available() else "float32", "of the weights"),
-        "compile": (bool, False, "torch.compile for kv"),
-        "repeats": (int, 3, "rounds")}).parse_args(argv)
+    given = vars(cli.flags_of(SamplerFlags, {}, "The sampler's two engines.").parse_args(argv))
+    usual = {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
+    args = SamplerFlags(**usual | given)
     dtype = getattr(torch, args.dtype)
     lm = random_model(args.model, dtype) if args.random_weights else load(args.model, dtype=dtype)
     describe(lm, args.model, args.dtype)
@@ -261,14 +255,21 @@ def learners_for(lm, config, ppo):
     return learners
 
 
+@dataclasses.dataclass
+class IterationFlags:
+    """What there is beside train.py's flags."""
+
+    turns: int = 50  # of a trajectory
+    prompt: int = 500  # mean length of a prompt in tokens
+    response: int = 100  # mean length of a response in tokens
+    repeats: int = 3  # rounds
+    ppo: bool = False  # PPO beside it, on the same turns
+
+
 def iteration_main(argv):
-    parser = Parser("iteration", "Seconds of its phases. It takes train.py's flags too.", {
-        "turns": (int, 50, "turns of a trajectory"),
-        "prompt": (int, 500, "mean length of a prompt in tokens"),
-        "response": (int, 100, "mean length of a response in tokens"),
-        "repeats": (int, 3, "rounds"),
-        "ppo": (bool, False, "PPO beside it, on the same turns")})
-    args, rest = parser.parse_known_args(argv)
+    about = "Seconds of an iteration's phases. It takes train.py's flags too."
+    given, rest = cli.flags_of(IterationFlags, {}, about).parse_known_args(argv)
+    args = IterationFlags(**vars(given))
     config = train.parse_config([*rest, "--max_new", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
     lm = random_model(config.model, getattr(torch, config.dtype), config.seed)

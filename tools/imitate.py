@@ -107,7 +107,6 @@ def random_tiny(seed=0, dtype=torch.float32):
 
 # ---------------------------------------------------------------------------- the demonstrators
 
-
 class Demonstrated(NamedTuple):
     """One turn of a demonstration."""
 
@@ -224,7 +223,6 @@ def demonstrate_here(config, flags, seed, task):
 
 
 # --------------------------------------------------------------------------- learning from them
-
 
 def samples_of(lm, turns, context, config):
     """A demonstration -> training samples [(ids, spans)]. In `window` every turn is a sample whose

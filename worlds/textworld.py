@@ -116,9 +116,9 @@ def game_folders(root, split):
     return [os.path.relpath(os.path.dirname(g), root).replace(os.sep, "/") for g in games]
 
 
-def starter(root):
-    """-> a function that starts the engine on a game's file. The packages are imported here,
-    because environments other than ALFWorld do without them."""
+def start_game(root, path):
+    """Starts the engine on a game's file. The packages are imported here, because environments
+    other than ALFWorld do without them."""
     if not os.environ.get("ALFWORLD_DATA"):
         os.environ["ALFWORLD_DATA"] = os.path.dirname(root)  # else alfworld makes its own folder
     try:
@@ -128,7 +128,7 @@ def starter(root):
         raise ImportError("--env alfworld needs the alfworld package (pip install alfworld): "
                           f"{error}") from None
     wanted = textworld.EnvInfos(won=True, admissible_commands=True)
-    return lambda path: textworld.start(path, wanted, wrappers=[AlfredDemangler])
+    return textworld.start(path, wanted, wrappers=[AlfredDemangler])
 
 
 class Engine:
@@ -139,7 +139,7 @@ class Engine:
 
     def load(self, root, folder):
         """-> (the first state, the walkthrough) of the game in this folder below `root`."""
-        start, path = starter(root), os.path.join(root, folder, "game.tw-pddl")
+        path = os.path.join(root, folder, "game.tw-pddl")
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
         if shortcuts():
@@ -149,7 +149,7 @@ class Engine:
             _memento_cache.clear()
         with hurried():
             if self.game is None:
-                self.game = start(path)
+                self.game = start_game(root, path)
             else:
                 self.game.load(path)
             state = self.game.reset()
