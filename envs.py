@@ -32,6 +32,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 
@@ -161,9 +162,9 @@ class Env:
         tasks(split) -> sorted ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with info as above, returns within +-r_max, truncated on turn `horizon`. The first obs says what
-    the task is. Commands are in lower case, because actions are. tools/imitate.py also needs
-    advice(forgetful) -> (thought, command), what a demonstrator does. Override the rest."""
+    with info as above, rewards that sum to within +-r_max, and truncated on turn `horizon`. The
+    first obs says what the task is. Commands are in lower case, as actions are. tools/imitate.py
+    also needs advice(forgetful) -> (thought, command), as of a demonstrator. Override the rest."""
 
     flags = ("horizon",)  # which of train.py's settings its constructor takes
     horizon = 50  # turns an episode may take; the last one's step says truncated
@@ -590,7 +591,8 @@ class Games:
                 answer = getattr(self, op)(number, argument)
             return answer
         except Exception as error:
-            return GameError(f"{type(error).__name__}: {error}")
+            *_, last = traceback.extract_tb(error.__traceback__)
+            return GameError(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
 
 
 def worker_main(fd):
@@ -634,7 +636,8 @@ class Pool:
         pool.drop(key)              gives up an unfinished game
 
     A worker that dies is replaced and its games are replayed, which the caller does not notice. A
-    GameError names a game that fails, or the games one of which killed its worker four times."""
+    GameError names a game that fails, or, where a worker has died four times running, the games
+    that waited for it."""
 
     def __init__(self, name, options=None, workers=0):
         self.name, self.options, self.env = name, options or {}, known(name)

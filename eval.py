@@ -32,7 +32,7 @@ from model import load
 from rollout import EVALUATION, Sampler, trajectories
 
 SIDE_BY_SIDE = 128  # games played at once
-TEMPERATURES = {"": 0.4, "_at_1": 1.0}  # verl-agent's, and that of the rollouts
+TEMPERATURES = {"": 0.4, "_at_1": 1.0}  # by endings of names in eval.json; 0.4 is verl-agent's
 NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
          "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
@@ -81,30 +81,30 @@ def report(records):
 
 def table(reports, env):
     """{title: report} -> a line of text for each, in percent and in the paper's columns for the
-    environment. After ± stands the standard error of success in n games."""
+    environment. Below ± stands the standard error of success in n games."""
     names, width = list(env.categories.values()), max(map(len, reports)) + 2
     heads = [*names, "All", *["Score"] * env.graded]
-    lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n"]
+    lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n       ±"]
     for r in reports.values():
         cells = [r["success_by_category"].get(c) for c in names] + [r["success"]]
         cells += [r["score"]] * env.graded
         error = 100 * (r["success"] * (1 - r["success"]) / r["n"]) ** 0.5
         lines.append("".join(f"{'-':>8}" if x is None else f"{100 * x:8.1f}" for x in cells)
-                     + f"{r['n']:6} ± {error:.1f}")
+                     + f"{r['n']:6}{error:8.1f}")
     return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
 
 
 def play(sampler, ids, pool, settings, attempt=attempt, path=os.devnull):
     """Plays the games of these ids, split over the ranks -> [(number, record)] in order. Rank 0
-    writes its own to `path` as they come, so that a failure loses no answer."""
+    also writes its own to `path` as they come."""
     games = {n: game for n, game in enumerate(ids) if n * world() // len(ids) == rank()}
-    known = []
+    records = []
     with open(path if rank() == 0 else os.devnull, "w") as file:
         for numbered in attempt(sampler, games, pool, seed=settings.seed, rows=settings.rows,
                                 history=settings.history):
-            known.append(numbered)
+            records.append(numbered)
             print(json.dumps(numbered[1]), file=file, flush=True)
-    return from_ranks(sorted(known, key=lambda numbered: numbered[0]))  # they end in any order
+    return from_ranks(sorted(records, key=lambda numbered: numbered[0]))  # they end in any order
 
 
 def of_run(lm, pool, config, temperatures=TEMPERATURES):
@@ -306,28 +306,26 @@ def setting(config):
 SHARED = {"env": str, "data": str, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"], "rows": int,
           "horizon": int, "history": int, "max_new": int, "max_prompt": int, "places": int,
-          "objects": int}  # train.py's
+          "objects": int}  # flags that train.py has too
 
 
 def make_parser(description):
     parser = Parser(description=description)
     add = parser.add_argument
-    add("--model", help="a run, RUN/best, a model folder, a hub id, a bare name or tiny")
+    add("--model", default="tiny", help="a run, RUN/best, a model's folder, hub id or bare name")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
     add("--temperature", type=float, default=TEMPERATURES[""], help="greedy below 0.001")
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     for name, kind in SHARED.items():
-        add(f"--{name}", help="default: the run's", **options_of(kind))
+        add(f"--{name}", help="default: the run's, else as for train.py", **options_of(kind))
     return parser
 
 
 def complete(args):
     """Fills in the flags that were not given, by the run that --model names or else by default.
     -> the folder of the run's weights, or None where --model is no run."""
-    if not args.model:
-        raise ValueError("--model is missing: a run of train.py, a model folder, a hub id, or tiny")
     run = weights = Path(args.model)
     if re.fullmatch(r"best|final|checkpoint-\d+", run.name):
         run = run.parent
@@ -336,11 +334,13 @@ def complete(args):
     stored = read_json(run / "config.json")
     if "env" not in stored:
         stored, weights = {}, None
-    known = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
+    elif not weights:
+        raise ValueError(f"{run} has no weights yet")
+    settings = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
              "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
-    if args.env not in (None, known["env"]):  # these values of a run fit its own environment alone
-        known |= dict.fromkeys(("data", "horizon", "max_prompt"))
-    vars(args).update({k: known.get(k) for k in SHARED if getattr(args, k) is None})
+    if args.env not in (None, settings["env"]):  # these fit the run's own environment alone
+        settings |= dict.fromkeys(("data", "horizon", "max_prompt"))
+    vars(args).update({k: settings.get(k) for k in SHARED if getattr(args, k) is None})
     if args.temperature < 0.001:  # nothing else is left of the distribution
         args.temperature = 0.0
     env = envs.known(args.env)
@@ -357,7 +357,8 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
     args.weights = str(weights or args.model)
     options = envs.options_for(vars(args))
     ids = spaced(envs.tasks(args.env, args.split, **options), args.limit)
-    part = weights.name if weights == Path(args.model) else ""  # RUN/best has files of its own
+    # RUN/best, and a model that is of no run, have files of their own
+    part = Path(args.model).name if weights in (None, Path(args.model)) else ""
     out = Path(args.out or (weights.parent if weights else "runs"))
     if out.suffix != ".json":
         out /= "-".join(filter(None, ["eval", part, args.split, kind])) + ".json"
@@ -372,7 +373,8 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
         return
     write_file(answers, "".join(json.dumps(record) + "\n" for _, record in played))
     records = [*dict(played).values()]  # of several attempts the last
-    result = report(records) | {k: v for k, v in vars(args).items() if k not in ("out", "plot")}
+    options = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table")}
+    result = report(records) | options
     write_file(out, json.dumps(result, indent=1))
     print(table({f"{args.model}, {args.split}, T = {args.temperature:g}": result}, pool.env))
     if outgrown := sum(r["outgrown"] for r in records):
@@ -382,7 +384,7 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
 
 def local(args):
     """The model of --model as a Sampler."""
-    lm = load(args.weights, dtype=getattr(torch, args.dtype))
+    lm = load(args.weights, env=args.env, dtype=getattr(torch, args.dtype))
     return sampler_for(lm, args, args.temperature)
 
 

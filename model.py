@@ -300,8 +300,8 @@ class Chat:
 
 
 class Critic(torch.nn.Module):
-    """PPO's separate critic: a copy of the policy's body under a float32 linear head that starts
-    at 0. SAPO needs none."""
+    """The critic of ppo and sapo-separate: a copy of the policy's body under a float32 linear head
+    that starts at 0. SAPO needs none."""
 
     def __init__(self, lm):
         super().__init__()
@@ -322,22 +322,23 @@ class Critic(torch.nn.Module):
 
 # --------------------------------------------------------------------------------------- loading
 
-TINY = Path(__file__).resolve().parent / "results/tiny-house"  # made by tools/imitate.py
+RESULTS = Path(__file__).resolve().parent / "results"
 OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",
           "Mistral": "mistralai"}
 
 
-def folder_of(name):
-    """Where a model lies if it is on this machine: "tiny", its own folder, or that of its run."""
-    folder = TINY if name == "tiny" else Path(name)
+def folder_of(name, env=None):
+    """Where a model lies if it is on this machine: the folder of "tiny", its own, or its run's."""
+    tiny = "tiny-alfworld" if env == "alfworld" else "tiny-house"  # made by tools/imitate.py
+    folder = RESULTS / tiny if name == "tiny" else Path(name)
     return folder / "final" if (folder / "final").is_dir() else folder
 
 
-def locate(name):
+def locate(name, env=None):
     """-> the folder or hub id that a name means: one of `folder_of`, Qwen2.5-1.5B or OWNER/NAME. A
     hub that does not answer is not asked again, which would take half a minute for each file."""
-    if folder_of(name).is_dir():
-        return str(folder_of(name))
+    if folder_of(name, env).is_dir():
+        return str(folder_of(name, env))
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
     try:
@@ -362,10 +363,12 @@ def json_in(where, name):
     return json.loads(Path(path).read_text()) if path else {}
 
 
-def load(name, *, value_tokens=None, tau_v=None, r_max=None, device=None, dtype=torch.float32):
-    """-> ActorCritic on `device` (default: a GPU, if any). `name`: as `locate` has it. tau_v and
-    r_max default to those the folder was trained with, else 1 and 10. ValueError: what is wrong."""
-    where = locate(name)
+def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=None,
+         dtype=torch.float32):
+    """-> ActorCritic on `device` (default: a GPU, if any). `name`: as `locate` has it; "tiny" is
+    another model in the `env` alfworld. tau_v and r_max default to those the folder was trained
+    with, else 1 and 10. ValueError: what is wrong."""
+    where = locate(name, env)
     try:
         own, ours = json_in(where, "tokenizer_config.json"), json_in(where, "sapo.json")
         # for some architectures, as Qwen2, AutoTokenizer would replace a folder's own tokenizer

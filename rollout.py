@@ -8,8 +8,8 @@
 Tokens are drawn by uniform numbers that depend on (seed, iteration, trajectory, turn) alone, so
 engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
 `window` makes each turn's prompt anew, of the last turns; in `full`, which the paper does not have,
-the conversation and its cache grow. Shapes: R rows, T tokens, S positions, H' heads of size E that
-have keys and values of their own.
+the conversation and its cache grow. Shapes: R rows, T tokens, S positions, D width, H' heads of
+size E that have keys and values of their own.
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
 import types
@@ -32,6 +32,7 @@ class Layer:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
+        self.write = self.span = self.read = None  # Sampler.forward says where to
 
     def update(self, k, v, *args, **kwargs):
         """Writes k, v (R, H', T, E) where `forward` said -> keys and values to attend to."""
@@ -60,10 +61,10 @@ class Rows:
         self.layers = [Layer(x.keys[:0, :, :1].clone(), x.values[:0, :, :1].clone())
                        for x in layers]
         self.longest = 0  # S
-        self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, width) at the last token
+        self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, D) at the last token
         self.at = empty(dtype=torch.long)  # (R,) the position of the next token
         self.count = empty(dtype=torch.long)  # (R,) tokens drawn
-        self.going = empty(dtype=torch.bool)  # (R,) whether more are to be drawn
+        self.going = empty(dtype=torch.bool)  # (R,) of open rows: whether more are to be drawn
         # a column for each token, and a last one that serves rows that have ended
         self.u = empty(max_new + 1)  # the uniform numbers
         self.tokens = empty(max_new + 1, dtype=torch.long)
@@ -117,10 +118,9 @@ class Sampler:
     """Draws responses of lm, a model.ActorCritic, to sequences of ids, each by its own uniforms u.
 
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
-    kept for the next one under that name, which must begin with it. max_new: the longest response
-    in tokens; max_prompt: the longest sequence (default: what the model leaves), which `limit` is.
-    tokens_decoded counts rows times decoding steps, idle rows included. ValueError where kv cannot
-    serve the model."""
+    kept, and the next sequence under that name must begin with it and its response. max_new: tokens
+    a response may have; limit: tokens a sequence may have, the smaller of max_prompt and what the
+    model leaves beside a response. ValueError where kv cannot serve the model."""
 
     def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
                  compile=False, max_prompt=None):
@@ -129,10 +129,12 @@ class Sampler:
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new)
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
-        self.tokens_encoded = self.tokens_sampled = self.tokens_decoded = self.steps = 0
+        self.tokens_encoded = self.tokens_sampled = self.steps = 0
         self.forget()
         if engine == "kv":
             self.set_up(lm.device.type == "cuda", compile)
+        elif engine != "hf":
+            raise ValueError(f"no engine {engine!r}; known: kv, hf")
 
     @property
     def busy(self):
@@ -147,7 +149,7 @@ class Sampler:
 
     @torch.no_grad()
     def run(self, steps=None):
-        """-> [(name, Response)] when some have ended (hf: all), or after so many steps."""
+        """-> [(name, Response)] when some have ended or after so many steps; hf: of all."""
         if not self.busy:
             return []
         ended = generate(self) if self.engine == "hf" else self.kv(steps or self.max_new)
@@ -168,8 +170,8 @@ class Sampler:
         self.added = []
         self.open = 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
-        self.length = []  # tokens in each row's cache: a bound while it is decoded, else exact
-        self.late = None  # the last look, which nobody has read yet
+        self.length = []  # tokens in each row's cache; an upper bound while it is decoded
+        self.unread = None  # the last look, where that is read a look later
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
@@ -181,13 +183,14 @@ class Sampler:
         """Encodes what was added, then decodes until a row has ended, for about `steps` at most."""
         if self.added:
             self.prefill()
-        for _ in range(0, steps, self.ahead or 1):
-            for _ in range(self.ahead or 1):
+        stride = self.ahead or 1
+        for _ in range(0, steps, stride):
+            for _ in range(stride):
                 self.step()
-            look = self.look()
-            if self.ahead:  # each look is read at the next
-                look, self.late = self.late, look
-            if look and (ended := self.collect(*look)):
+            seen = self.look()
+            if self.ahead:  # the host reads what was there a look ago, so that it never waits
+                seen, self.unread = self.unread, seen
+            if seen and (ended := self.collect(*seen)):
                 return ended
         return []
 
@@ -205,9 +208,12 @@ class Sampler:
     def place(self, name, sequence, u):
         """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u)."""
         if name not in self.names:
-            i = self.names.index(None) if None in self.names else len(self.names)
-            self.names[i:i + 1] = [name]
-            self.length[i:i + 1] = [0]
+            if None not in self.names:
+                self.names.append(None)
+                self.length.append(0)
+            i = self.names.index(None)
+            self.names[i] = name
+            self.length[i] = 0
         i = self.names.index(name)
         start = self.length[i]
         self.length[i] = len(sequence)
@@ -220,7 +226,7 @@ class Sampler:
         rows, device = self.rows, self.lm.device
         new, index, start, u = zip(*chunk)
         length = [len(ids) for ids in new]
-        width = length[-1]
+        width = max(length)
         span = max(map(sum, zip(start, length))) if any(start) else 0
         _, span = self.bucket(1, span)
         ids = sent(np.array([x + [0] * (width - len(x)) for x in new]), device)
@@ -241,7 +247,6 @@ class Sampler:
         n, span = self.bucket(self.open, min(max(self.length[:self.open]) + 1, self.rows.longest))
         self.decoder(n, span)
         self.length[:self.open] = [length + 1 for length in self.length[:self.open]]
-        self.tokens_decoded += n
         self.steps += 1
 
     def decode_one_token(self, n, span):
@@ -296,13 +301,13 @@ class Sampler:
         rows, n = self.rows, self.open
         columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
         columns = [x[:n].to("cpu", non_blocking=True, copy=self.ahead > 0) for x in columns]
-        there = rows.at.is_cuda and torch.cuda.current_stream(rows.at.device).record_event()
-        return self.names[:n], columns, there
+        stream = torch.cuda.current_stream(rows.at.device) if rows.at.is_cuda else None
+        return self.names[:n], columns, stream and stream.record_event()
 
-    def collect(self, names, columns, there):
+    def collect(self, names, columns, event):
         """-> [(name, Response)] of the rows that had ended at a look; the others move up."""
-        if there:
-            there.synchronize()
+        if event:
+            event.synchronize()
         going, count, at, tokens, logp, value = columns
         responses = []
         keep = dict.fromkeys(range(self.open))
@@ -317,8 +322,8 @@ class Sampler:
             del keep[row]
             if self.context == "window":
                 self.names[row] = None
-            if self.late:  # it shows this row too
-                self.late[0][self.late[0].index(name)] = None
+            if self.unread:  # it shows this row too
+                self.unread[0][self.unread[0].index(name)] = None
         if responses:
             self.settle([*keep])
         return responses
@@ -329,17 +334,17 @@ class Sampler:
         self.open = len(keep)
         moves = []
         gaps = sorted(set(range(self.open)) - set(keep))
-        for gap, late in zip(gaps, [i for i in keep if i >= self.open]):
+        for gap, behind in zip(gaps, [i for i in keep if i >= self.open]):
             for host in (self.names, self.length):
-                host[gap], host[late] = host[late], host[gap]
-            moves.append((gap, late))
-            if self.names[late] is not None:
-                moves.append((late, gap))
+                host[gap], host[behind] = host[behind], host[gap]
+            moves.append((gap, behind))
+            if self.names[behind] is not None:
+                moves.append((behind, gap))
         if moves:
             self.rows.copy(moves, max(self.length[target] for target, _ in moves))
 
     def reserve(self, rows, longest):
-        """Makes room in the rows."""
+        """Makes room for so many rows of that length."""
         had = self.rows
         if longest > had.longest:  # by half, or every turn of a conversation would copy it all
             longest = max(longest, min(had.longest * 3 // 2, self.limit + self.max_new))
@@ -359,12 +364,12 @@ class Sampler:
     # ---- how it computes
     @torch.no_grad()
     def set_up(self, gpu, compile):
-        """Builds the rows after the model's own cache, and looks at what comes out."""
+        """Makes rows of the shapes of the model's own cache, and compares what comes out."""
         self.gpu = gpu
         self.ahead = 4 if gpu else 0  # steps between looks
         self.budget = 16384 if gpu else 2048  # padded tokens of a prefill's forward pass
         self.body = body = self.lm.model.base_model
-        self.draw, self.note = self.draw_tokens, self.note_tokens
+        self.draw, self.note = self.draw_tokens, self.note_tokens  # which may be compiled
         self.new_decoder = lambda: self.decode_one_token
         try:
             rope = str(getattr(body.config, "rope_parameters", ""))
@@ -388,17 +393,19 @@ class Sampler:
 # ----------------------------------------- the other engine, and a comparison with the model itself
 
 def generate(sampler):
-    """Responses to all that was added, through `generate`; V and Q by a scoring pass."""
+    """Responses to all that was added, at once, by Hugging Face's `generate`; V and Q by a scoring
+    pass."""
     lm = sampler.lm
     names, sequences, u = zip(*sampler.added)
     sampler.added = []
     u = sent(np.stack(u), lm.device)
     drawn = []  # of each step the log-probs
-    ids = pad_sequence([torch.tensor(s) for s in sequences], True, -1, "left").to(lm.device)
+    ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=-1,
+                       padding_side="left").to(lm.device)
     pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
     def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-        now = u[:, min(len(drawn), sampler.max_new - 1)]
+        now = u[:, len(drawn)]
         token, logp = choose(scores, now, lm.value_index, sampler.temperature)
         drawn.append(logp)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
@@ -418,7 +425,6 @@ def generate(sampler):
     samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
     v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
     sampler.tokens_encoded += sum(map(len, sequences))
-    sampler.tokens_decoded += len(names) * len(drawn)
     sampler.steps += len(drawn)
     columns = zip(names, said, torch.stack(drawn, 1).tolist(), v_q.tolist())
     return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in columns]
@@ -426,8 +432,8 @@ def generate(sampler):
 
 @torch.no_grad()
 def difference(sampler):
-    """Answers three short sequences, in "full" twice each -> in words how that is otherwise
-    than by the model's own pass over the whole; or ""."""
+    """Has three short sequences answered, in "full" twice each, and compares tokens, log-probs, V
+    and Q with a plain pass of the model over the whole -> in words what differs, or ""."""
     lm, stops = sampler.lm, sampler.is_stop.clone()
     talks = [[0, 1, 2, 4], [3], [5, 6]]
     alike, off = [], []
@@ -457,7 +463,7 @@ def difference(sampler):
             off += [abs(v - said.v) / lm.r_max, abs(q - said.q) / lm.r_max]
     sampler.is_stop.copy_(stops)
     sampler.forget()
-    sampler.tokens_encoded = sampler.tokens_sampled = sampler.tokens_decoded = sampler.steps = 0
+    sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
     most = 1e-3 if lm.model.dtype == torch.float32 else 0.25
     if np.mean(alike) > 0.7 and all(x <= most for x in off):
         return ""
@@ -506,12 +512,12 @@ def uniforms(seed, traj, turn, n):
 
 def fitting(lm, texts, before, limit):
     """texts: from the longest to the shortest -> (text, ids): the first that fits after the ids
-    `before`, or the last."""
+    `before`, or (None, None)."""
     for text in texts:
         ids, = lm.chat.prompts([text], [before])
         if len(before) + len(ids) <= limit:
-            break
-    return text, ids
+            return text, ids
+    return None, None
 
 
 @types.coroutine
@@ -521,19 +527,20 @@ def answer_to(ask, *args):
     return (yield)
 
 
-async def one_trajectory(traj, task, sampler, pool, seed, prompts):
-    """Plays one game -> (its turns, its episode)."""
+async def one_trajectory(traj, task, sampler, pool, seed, show):
+    """Plays one game -> (its turns, its episode). At each answer_to it stops until the game's or
+    the model's answer is sent."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     lm = sampler.lm
     turns = []
     before = []  # in `full`, the ids of the conversation so far
     episode = pool.env.episode(*await answer_to(pool.start, traj, task))
     while not (turns and turns[-1].done):
-        prompt, ids = fitting(lm, prompts(traj, turns, episode), before, sampler.limit)
-        if len(before) + len(ids) > sampler.limit:
+        prompt, ids = fitting(lm, show(traj, turns, episode), before, sampler.limit)
+        if ids is None:
             if turns:
                 turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
-            pool.drop(traj)
+            pool.drop(traj)  # which forgets by itself the games that are over
             break
         u = uniforms(seed, traj, len(turns), sampler.max_new)
         response = await answer_to(sampler.add, traj, before + ids, u)
@@ -554,39 +561,39 @@ async def one_trajectory(traj, task, sampler, pool, seed, prompts):
 
 
 def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2,
-                 prompts=None):
+                 show=None):
     """Plays every task once, `rows` side by side (default: all), and yields (traj, turns, episode)
     of each as soon as it is over. `trajs` names them (default 0, 1, ...) and decides, with `seed`,
-    the random numbers. prompts(traj, turns, episode) may give other texts than the game's. An
+    the random numbers. show(traj, turns, episode) may give other prompts than the game's. An
     episode whose next prompt does not fit ends as truncated, without a turn if it was the first.
 
     A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
     compute than rows are decoded, and waited for if need be: not the clock decides what is decoded
     together, and with the same weights a rollout repeats to the last bit."""
-    prompts = prompts or (lambda traj, turns, game: game.prompts(sampler.context, history))
+    show = show or (lambda traj, turns, episode: episode.prompts(sampler.context, history))
     waiting = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks))
     playing = {}  # trajectory: its coroutine
-    thinking = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
+    asked = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
     sampler.forget()
     while waiting or playing:
         while waiting and len(playing) < (rows or len(tasks)):
             traj, task = waiting.popleft()
-            playing[traj] = one_trajectory(traj, task, sampler, pool, seed, prompts)
+            playing[traj] = one_trajectory(traj, task, sampler, pool, seed, show)
             playing[traj].send(None)  # it starts its game
-            thinking.append((traj, sampler.steps))
+            asked.append((traj, sampler.steps))
         pool.load([task for _, task in list(waiting)[:16]])  # in the background
-        steps = thinking[0][1] + ANSWER_STEPS - sampler.steps if thinking else None
+        steps = asked[0][1] + ANSWER_STEPS - sampler.steps if asked else None
         for traj, response in sampler.run(steps):
             playing[traj].send(response)  # it acts
-            thinking.append((traj, sampler.steps))
-        most_think = len(thinking) > sampler.busy
+            asked.append((traj, sampler.steps))
+        most_compute = len(asked) > sampler.busy
         due = []
-        while thinking and (most_think or thinking[0][1] + ANSWER_STEPS <= sampler.steps):
-            due.append(thinking.popleft()[0])
+        while asked and (most_compute or asked[0][1] + ANSWER_STEPS <= sampler.steps):
+            due.append(asked.popleft()[0])
         for traj, answer in zip(due, pool.gather(due)):
             try:
                 playing[traj].send(answer)  # it asks the model
-            except StopIteration as over:
+            except StopIteration as over:  # it has returned
                 del playing[traj]
                 yield traj, *over.value
 
@@ -597,10 +604,9 @@ def rollout(sampler, tasks, pool, **options):
     turns = []
     for _, played, episode in trajectories(sampler, tasks, pool, **options):
         if not played:
-            raise ValueError(
-                f"the first prompt of {episode.info['task']!r} is longer than the "
-                f"{max(0, sampler.limit)} tokens there are: lower --max_new, raise --max_prompt, "
-                "or take a model with a longer context")
+            raise ValueError(f"the first prompt of {episode.info['task']!r} needs more than "
+                             f"{max(0, sampler.limit)} tokens: lower --max_new, raise "
+                             "--max_prompt, or take a model with a longer context")
         turns += played
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
@@ -608,7 +614,6 @@ def rollout(sampler, tasks, pool, **options):
 def main():
     import envs
     from machine.cli import Parser, one_line_errors
-
     parser = Parser(description="Samples one prompt with both engines.")
     parser.add_argument("--model", default="tiny", help="tiny, a folder, hub id or bare name")
     with one_line_errors("rollout.py"):

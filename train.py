@@ -87,7 +87,7 @@ class Learner:
 
     def targets(self, played, batches, old):
         """Lines 4 and 5 -> Targets."""
-        v, q = self.lm.r_max * old.p_v, self.lm.r_max * old.p_q
+        v, q = self.config.r_max * old.p_v, self.config.r_max * old.p_q
         if not self.config.c_v:
             v = torch.zeros_like(v)  # V is untrained; Q does not enter the advantage anyway
         return turn_level_targets(played, v, q, self.config)
@@ -104,14 +104,15 @@ class Learner:
     def step(self, mini, old, ref, targets, iteration):
         """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers.
         ValueError after PATIENCE steps in a row that were not finite."""
-        sizes = [[len(micro.batch.turn_of), len(micro.batch.start)] for micro in mini]
-        sizes = [max(1, sum(n)) for n in zip(*from_ranks(sizes + [[0, 0]]))]  # on all ranks
+        here = [[len(micro.batch.turn_of), len(micro.batch.start)] for micro in mini]
+        n_tokens, n_turns = (max(1, sum(n)) for n in zip(*from_ranks(here + [[0, 0]])))
         info = {}
         for suffix, (model, loss) in self.trained().items():
             optimizer = self.optimizers[suffix]
             optimizer.param_groups[0]["lr"] = self.rate(suffix, iteration)
             out = take_step(
-                model, optimizer, mini, lambda micro: loss(micro, old, ref, targets, *sizes),
+                model, optimizer, mini,
+                lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns),
                 self.config.checkpointing)
             info |= {f"{key}{suffix}": x for key, x in out.items()}
             self.clock.lap(suffix[1:] or "update")
@@ -123,7 +124,7 @@ class Learner:
         return info
 
     def rate(self, suffix, iteration):
-        """A straight line over the iterations, after a warm-up: Adam's first steps are large."""
+        """A straight line over the iterations, times a warm-up: Adam's first steps are large."""
         c = self.config
         warm = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))
         decay = 1 - (1 - c.lr_end) * iteration / max(1, c.iterations)
@@ -207,7 +208,8 @@ def make_samples(turns, context):
 
 def pack(turns, config, iteration, device):
     """Shuffles all ranks' samples alike and splits them into ceil(turns / mini_batch) mini-batches
-    of nearly equal size -> Played, and of each mini-batch this rank's micro-batches, if any."""
+    of nearly equal size, fewer where a sample is longer -> Played, and of each mini-batch this
+    rank's micro-batches, if any."""
     if not all(np.isfinite(turn.logp).all() for turn in turns):
         raise ValueError(f"iteration {iteration}: the sampler's log-probs are not finite; lower "
                          "--lr, or look at kl and grad_norm in metrics.jsonl")
@@ -296,7 +298,7 @@ class Run:
     def __init__(self, sampler, learner, pool, config, checkpoint=None):
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
         self.ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-        self.done = runs.iterations_in(checkpoint)
+        self.first = runs.iterations_in(checkpoint)
         if checkpoint:
             learner.restore(checkpoint)
         self.wandb = runs.begin_wandb(config) if config.wandb and rank() == 0 else None
@@ -305,7 +307,7 @@ class Run:
         config, clock = self.config, self.learner.clock
         clock.start()
         with runs.signals_noted() as noted:
-            for iteration in range(self.done, config.iterations):
+            for iteration in range(self.first, config.iterations):
                 self.pool.seconds = 0.0
                 self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
                 yield iteration
@@ -315,7 +317,7 @@ class Run:
                 if leave or done % config.save_every == 0 or done == config.iterations:
                     runs.save_checkpoint(config.out, done, self.learner.save)
                     clock.lap("save")  # which is logged with the next iteration
-                if leave:
+                if leave and done < config.iterations:
                     raise KeyboardInterrupt
         if self.wandb:
             self.wandb.finish()
@@ -335,11 +337,13 @@ class Run:
         """Adds what an iteration's turns say to what the learner says, prints it, and writes it as
         a line of metrics.jsonl, over all ranks:
 
-        success, score, ..._by_category    of the episodes, sampled at temperature 1
-        valid_, admissible_actions         shares of turns: in the format; offered by the game
+        episodes, turns, tokens_*          how many were played, encoded, sampled
+        success, score                     of the episodes, sampled at temperature 1
+        valid_actions, admissible_actions  shares of turns: in the format; offered by the game
         truncated, outgrown                shares of episodes: cut short; as no prompt fit
         loss, loss_policy, loss_v, loss_q  Eq. 12, 9, 11; ..._critic are a separate critic's
-        kl, kl_max, entropy                of a token to the start; of the policy; in nats
+        kl, kl_max, entropy                a token's KL to the starting model, mean and largest, and
+                                           the policy's entropy, in nats
         ratio_max, *clip_fraction          of Eq. 8; shares that Eq. 9 and 10 hold back
         v_saturated, q_saturated           shares of readouts where Eq. 1 has no gradient
         v_, q_explained_variance           of the discounted return (PPO: of the whole return)
@@ -407,7 +411,7 @@ class Config:
     seed: int = 0  # random seed
     iterations: int = 150  # of rollout and update; more of them stretch --lr_end's line
     algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
-    tasks: int = 128  # |B|: trajectories an iteration; --group_size of them share a task
+    tasks: int = 128  # |B|: trajectories an iteration, of which --group_size share a task
     group_size: int = None  # trajectories of a task; default 8 for what compares them, else 1
     context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
@@ -421,8 +425,8 @@ class Config:
     max_new: int = 512  # tokens a response may take
     max_prompt: int = None  # tokens a prompt may take, in full a conversation; default by the env
 
-    gamma: float = 0.95  # discount per turn
-    lam: float = 0.95  # lambda of GAE over turns, Eq. 5
+    gamma: float = 0.95  # discount per turn, of sapo, sapo-separate and gigpo
+    lam: float = 0.95  # lambda of GAE over turns, Eq. 5, of sapo and sapo-separate
     r_max: float = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]; nothing checks it
     tau_v: float = 1.0  # value temperature, Eq. 1; not taken over from a trained --model
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
@@ -460,15 +464,11 @@ PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
 MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wandb",
               "tokens_per_micro_batch", "checkpointing", "compile"}
-# Flags that some methods alone use, and who does.
-USED_BY = {"lam": {"sapo", "sapo-separate"}, "c_v": {"sapo"}, "c_q": {"sapo"},
-           "gamma": {"sapo", "sapo-separate", "gigpo", "gigpo-nostd"},
-           "critic_lr": {"sapo-separate", "ppo"}}
 
 
 def parse_config(argv=None):
     """Flags -> Config. A flag beats the presets, which beat the defaults; a resumed run has its own
-    settings and refuses other flags but MAY_CHANGE. All of it is written to config.json."""
+    settings and refuses other flags but MAY_CHANGE."""
     given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
     usual = vars(Config()) | defaults_for(asked)
@@ -498,20 +498,16 @@ def defaults_for(asked):
 
 def check(c):
     """Refuses settings that do not fit each other, or the machine, before anything is loaded."""
-    values, usual = vars(c), vars(Config()) | defaults_for(c)
-    idle = [k for k, users in USED_BY.items() if c.algo not in users]
-    idle += [k for k in envs.OPTIONS if k not in envs.known(c.env).flags]
-    for k in idle + ["history"] * (c.context == "full"):
-        if values[k] != usual[k]:
-            raise ValueError(f"--{k} does nothing with --algo {c.algo} --env {c.env} --context "
-                             f"{c.context}")
+    for k in envs.OPTIONS:
+        if k not in envs.known(c.env).flags and getattr(c, k) != getattr(Config, k):
+            raise ValueError(f"--{k} does nothing with --env {c.env}")
     if c.tasks % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is Grouped:
         raise ValueError(f"--group_size {c.group_size} does not fit --tasks {c.tasks}, or is too "
                          f"few for --algo {c.algo} to compare")
     if c.algo == "empg" and c.old == "rollout":
         raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
     for split in ("train", envs.known(c.env).held_out[0]):
-        envs.tasks(c.env, split, **envs.options_for(values))
+        envs.tasks(c.env, split, **envs.options_for(vars(c)))
 
 
 # -------------------------------------------------------------------------------------------- run
@@ -529,15 +525,12 @@ def evaluate_and_keep(lm, pool, config):
 
 def load_start(config, pool):
     """-> the model a run starts from, after a look at its readouts in a game."""
-    name = config.model
-    if name == "tiny":  # tools/imitate.py made these two
-        name = f"{runs.ROOT}/results/tiny-{'alfworld' if config.env == 'alfworld' else 'house'}"
     pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
     first, = pool.gather([0])  # what is wrong with an environment is known before a model is loaded
     pool.drop(0)
     say(f"loading {config.model}")
-    lm = load(name, dtype=getattr(torch, config.dtype), value_tokens=config.value_tokens,
-              tau_v=config.tau_v, r_max=config.r_max)
+    lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
+              value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max)
     v, q = readout_at_start(lm, lm.chat.first(pool.env.episode(*first).window_prompt()))
     size = sum(p.numel() for p in lm.model.parameters()) / 1e6
     say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); the logits of w+ and w-, "
@@ -549,7 +542,7 @@ def fitted(lm, config):
     """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
     pass of training mode alone."""
     if config.checkpointing:
-        # transformers 5.17 knows the second name alone, and 6 will know the first
+        # transformers 6 will know the first name alone, as 5.17 knows the second
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
         (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if not config.compile:
@@ -565,9 +558,14 @@ def run(config):
     """Evaluation, Algorithm 1, evaluation."""
     out, began = config.out, time.time()
     with contextlib.ExitStack() as until_the_end:
+        refused = None
         if rank() == 0:
-            until_the_end.enter_context(runs.held(out, config.resume))
-        barrier()  # where rank 0 is refused, torchrun ends the others
+            try:
+                until_the_end.enter_context(runs.held(out, config.resume))
+            except (OSError, ValueError) as error:
+                refused = error
+        if refused := from_ranks([refused])[0]:
+            raise refused
         checkpoint = runs.newest_checkpoint(out) if config.resume else None
         pool = until_the_end.enter_context(contextlib.closing(envs.Pool(
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))

@@ -60,8 +60,8 @@ def in_one_line(error):
 
 @contextlib.contextmanager
 def one_line_errors(script, *known):
-    """What a script's user can mend ends it with one line, or, where the environment has DEBUG=1,
-    with a traceback. known: errors beside the usual ones. SIGTERM does what Ctrl-C does."""
+    """An error that the user can mend ends the script with one line, or a traceback where DEBUG is
+    set. known: such errors beside the usual ones. SIGTERM does what Ctrl-C does."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,12 +1,12 @@
-"""What makes a GPU fast and changes no result: torch.compile and captured CUDA graphs. Each is
-tried out before it is used; what fails or comes out otherwise is left out, and a line says so."""
+"""What makes a GPU fast and changes results by rounding alone: torch.compile, captured CUDA graphs.
+Each is tried out before it is used; what fails or comes out otherwise is left out, says a line."""
 import copy
 import dataclasses
 import logging
 import types
 
 import torch
-from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation  # no failure
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 log = logging.getLogger("sapo")
 
@@ -16,8 +16,8 @@ def warn(text):
 
 
 def compiled(eager, fast=None):
-    """A function, compiled for all shapes (`fast`, if given, already is). Where compiling fails,
-    now or later, the function is run as it is from then on."""
+    """A function, compiled for all shapes, or `fast` if that is given. Where compiling fails, now
+    or later, the function is run as it is from then on."""
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would give up silently
     torch._inductor.config.triton.mix_order_reduction = False  # it spills, and plans for sizes
@@ -28,7 +28,7 @@ def compiled(eager, fast=None):
     def run(*args, **kwargs):
         try:
             return use[0](*args, **kwargs)
-        except (torch.OutOfMemoryError, StopRecomputation):
+        except (torch.OutOfMemoryError, StopRecomputation):  # the latter is how checkpointing ends
             raise
         except Exception as error:
             if use[0] is eager:

@@ -20,7 +20,7 @@ def join_ranks():
         torch.cuda.set_device(local)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # one rank's games may last while others wait
         dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(hours=2), device_id=(
-            torch.device("cuda", local) if gpus else None))  # with it, ranks meet now, not later
+            torch.device("cuda", local) if gpus else None))  # with it, NCCL connects at once
 
 
 def world():
@@ -71,13 +71,13 @@ def round_at_random(x, generator):
 
 
 def shares_of_ranks(sizes):
-    """Which rank keeps the state of which parameter, and how much the fullest one keeps. The
-    largest parameter is given away first, each to the rank that has least so far."""
+    """Which rank keeps the state of which parameter. The largest parameter is given away first,
+    each to the rank that has least so far."""
     kept, owner = [0] * world(), [0] * len(sizes)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owner[n] = kept.index(min(kept))
         kept[owner[n]] += sizes[n]
-    return owner, max(kept)
+    return owner
 
 
 class AdamW(torch.optim.Optimizer):
@@ -90,7 +90,7 @@ class AdamW(torch.optim.Optimizer):
                  moments=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         self.moments = moments
-        self.owner, _ = shares_of_ranks([p.numel() for p in self.param_groups[0]["params"]])
+        self.owner = shares_of_ranks([p.numel() for p in self.param_groups[0]["params"]])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -133,8 +133,7 @@ class AdamW(torch.optim.Optimizer):
             p.copy_(master)
 
     def take(self, states):
-        """Takes this rank's share of the "state" of one rank's state_dict, however many there were.
-        """
+        """Takes this rank's share of the "state" that a rank saved, of however many ranks."""
         for n, p in enumerate(self.param_groups[0]["params"]):
             if n in states and self.owner[n] == rank():
                 self.state[p] = {k: x.to(p.device, copy=True) if isinstance(x, torch.Tensor) else x
@@ -146,9 +145,8 @@ GRAD_CLIP = 1.0  # the largest norm of a gradient; verl-agent's, as is the weigh
 
 def take_step(model, optimizer, micros, loss_of, checkpointing=False):
     """One optimizer step on the sum of all ranks' losses, because these have global denominators.
-    loss_of(micro) -> (loss, info) -> the sums of the infos (*_max: maxima; shares: at most 1), the
-    gradient's norm before it is clipped, and whether the step was skipped, because it is not finite
-    """
+    loss_of(micro) gives (loss, info). Returns the sums of the infos (*_max: maxima; shares: at most
+    1), the gradient's norm before it is clipped, and whether the step was skipped as not finite."""
     model.zero_grad(set_to_none=True)
     model.train(checkpointing)  # transformers recomputes activations in this mode alone
     infos = []

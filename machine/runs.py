@@ -5,6 +5,7 @@
     RUN/checkpoint-N      after N iterations: all that decides what comes next; older ones go
     RUN/best              the weights that did best on held-out games (--eval_every)
     RUN/final             the last weights, a Hugging Face folder
+    RUN/eval.json(l)      the evaluation at the end; before.json: the one at the start
     RUN/.lock             held by the process that writes; the system lets go of it when that dies
 
 A file or folder is written under another name and renamed when it is whole, so that a process may
@@ -102,8 +103,7 @@ def settings_of(run):
     """The settings of a run. ValueError where config.json is missing, damaged or not a run's."""
     config = read_json(f"{run}/config.json")
     if not {"env", "model", "seed"} <= config.keys():
-        raise ValueError(f"there is no run in {run}: {run}/config.json "
-                         f"{'is not of train.py' if config else 'is missing'}")
+        raise ValueError(f"there is no run in {run}")
     return config
 
 
@@ -127,8 +127,8 @@ def begin_folder(out, settings, checkpoint=None):
         commits = [*settings_of(out)["git"].split(", "), made_with["git"]]
         made_with["git"] = ", ".join(dict.fromkeys(commits))  # all that had a part in the run
         shutil.rmtree(f"{out}/final", ignore_errors=True)
-        for name in ("eval.json", "eval.jsonl", "cost.json", "curves.png"):
-            Path(out, name).unlink(missing_ok=True)
+        for path in Path(out).glob("eval*"):
+            path.unlink()
     write_file(f"{out}/config.json", json.dumps(settings | made_with, indent=1))
     write_file(log, b"".join(lines[:iterations_in(checkpoint)]).decode())
 
@@ -180,8 +180,8 @@ def save_checkpoint(out, done, fill):
 @contextlib.contextmanager
 def signals_noted():
     """Within it, Ctrl-C and SIGTERM only fill the list that it yields, so that the iteration ends
-    and is saved. One more than a second later raises KeyboardInterrupt: torchrun repeats the first.
-    """
+    and is saved. A second one raises KeyboardInterrupt, unless it comes within a second: that is
+    torchrun repeating the first."""
     noted = []
 
     def note(*_):

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import envs
 import eval as evaluation
 import train
 from machine import cli, runs
@@ -30,7 +29,7 @@ from tools.imitate import random_tiny, tiny_tokenizer
 
 # --------------------------------------------------------------------- models and what they cost
 
-PEAK, BANDWIDTH = 788e12, 4.3e12  # of one H200, measured: operations in bf16 and bytes, a second
+PEAK, BANDWIDTH = 788e12, 4.3e12  # of an H200, as others measured: bf16 operations, bytes a second
 
 # Qwen2.5, from the config.json of each size: width, width of the MLP, layers, heads, heads of K and
 # V, vocabulary, and whether the head is the embedding.
@@ -96,13 +95,9 @@ def describe(lm, name, dtype):
 
 
 def with_stops(lm, mean):
-    """Random weights say every word equally often, and would end no response soon -> (lm with so
-    many stop words that a response has `mean` tokens on average, the words of random prompts).
-    mean 0: it keeps its own stop words alone."""
+    """Random weights hardly ever say a stop word. So some words are made stop words, by which a
+    response has `mean` tokens on average (0: none are) -> (lm, the words that prompts are of)."""
     words = np.setdiff1d(np.arange(lm.model.config.vocab_size), [*lm.value_ids, *lm.stop_ids])
-    if mean > len(words):
-        raise ValueError(f"responses of {mean} tokens need more than the {len(words)} words of "
-                         "this model")
     ends = np.random.default_rng(0).permutation(words)[:len(words) // mean if mean else 0]
     return dataclasses.replace(lm, stop_ids=(*lm.stop_ids, *ends.tolist())), words
 
@@ -146,12 +141,12 @@ def sampler_main(argv):
     found = {key: [] for key in samplers}
     for _ in tqdm(range(args.repeats + 1), desc="rounds of both engines", leave=False):
         for (engine, n), sampler in samplers.items():
-            before = counts(sampler)
+            before = sampler.steps
             scoring.clear()
             seconds = []
             responses = timed(seconds, sampler, range(len(prompts)), prompts, u[:, :n])
             found[engine, n].append((seconds[0] - sum(scoring), seconds[0],
-                                     *(counts(sampler) - before), [r.ids for r in responses]))
+                                     sampler.steps - before, [r.ids for r in responses]))
     print_race(lm, args, prompts, found)
 
 
@@ -163,30 +158,27 @@ def timed(seconds, function, *args):
     return out
 
 
-def counts(sampler):
-    return np.array([sampler.steps, sampler.tokens_sampled, sampler.tokens_decoded])
-
-
 def print_race(lm, args, prompts, found):
-    """found: {(engine, longest response): [(seconds, with V and Q, steps, tokens sampled, decoded,
-    ids), ...]}. On a GPU also what of the bandwidth a step uses, which reads every weight, and
-    every key and value that a token attends to."""
+    """found: {(engine, longest response): [(seconds, with V and Q, steps, ids), ...]}. On a GPU it
+    also says what of the bandwidth a step uses, which reads every weight, and every key and value
+    that a token attends to."""
     print(f"{args.rows} prompts of {args.prompt // 2} to {args.prompt * 3 // 2} random tokens, "
           f"responses of up to {args.new}; medians of {args.repeats}\n{'engine':8}{'tokens/s':>10}"
-          f"{'times hf':>10}{'with V, Q':>11}{'prefill s':>11}{'ms a step':>11}{'useful':>8}"
+          f"{'times hf':>10}{'with V, Q':>11}{'prefill s':>11}{'ms a step':>11}"
           "  same tokens")
     median = {key: [np.median([r[i] for r in rows[1:]]) for i in (0, 1)]
               for key, rows in found.items()}
     hf = found["hf", args.new][-1]
     for engine in ("hf", "kv"):
-        _, _, steps, sampled, decoded, ids = found[engine, args.new][-1]
+        _, _, steps, ids = found[engine, args.new][-1]
         first, (whole, charged) = median[engine, 1][0], median[engine, args.new]
         step = (whole - first) / max(1, steps - found[engine, 1][-1][2])
-        times = [sampled / seconds / (hf[3] / theirs)
-                 for seconds, theirs in zip((whole, charged), median["hf", args.new])]
-        same = np.mean([a == b for a, b in zip(hf[5], ids)])
-        print(f"{engine:8}{sampled / whole:10.0f}{times[0]:10.2f}{times[1]:11.2f}{first:11.3f}"
-              f"{1000 * step:11.2f}{sampled / decoded:8.0%}  {same:.0%}")
+        said, theirs = (sum(map(len, x)) for x in (ids, hf[3]))  # tokens
+        times = [said / seconds / (theirs / its)
+                 for seconds, its in zip((whole, charged), median["hf", args.new])]
+        same = np.mean([a == b for a, b in zip(hf[3], ids)])
+        print(f"{engine:8}{said / whole:10.0f}{times[0]:10.2f}{times[1]:11.2f}{first:11.3f}"
+              f"{1000 * step:11.2f}  {same:.0%}")
     if torch.cuda.is_available():
         c, size = lm.model.config, lm.head.weight.element_size()
         kv = 2 * c.num_hidden_layers * c.num_key_value_heads * head_size(c) * size
@@ -343,7 +335,7 @@ COMMANDS = {"sampler": sampler_main, "iteration": iteration_main}
 
 def main():
     name, *argv = sys.argv[1:] or ["--help"]
-    with cli.one_line_errors("bench.py", envs.GameError):
+    with cli.one_line_errors("bench.py"):
         if name in ("-h", "--help"):
             print(__doc__)
         elif name in COMMANDS:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything that is to be measured on one GPU of 80 GB (7B: 140), from the project's root:
 #     bash tools/gpu.sh
-# It takes some hours. What is printed is kept in runs/gpu/NAME.txt; curves, tables and evaluations
-# are in the runs' own folders. A step that fails is named, and the others go on.
-mkdir -p runs/gpu
-rm -f runs/gpu/failed.txt
+# It takes some hours, and wants alfworld-download first. What is printed is kept in runs/gpu/NAME.txt;
+# curves, tables and evaluations are in the runs' own folders. A step that fails is named, and the
+# others go on. A second start wants runs/gpu, and runs/alfworld-*, out of the way.
+mkdir -p runs && mkdir runs/gpu || exit 1
 python -c "import torch; torch.cuda.get_device_name()" || exit 1
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # most micro-batches have their own shape
 
@@ -48,3 +48,4 @@ for method in sapo grpo "ppo --critic_lr 1e-4"; do
         --out "runs/alfworld-$algo"
     step "unseen-$algo" python eval.py --model "runs/alfworld-$algo" --split valid_unseen
 done
+[ ! -e runs/gpu/failed.txt ]

@@ -1,6 +1,6 @@
 """Imitation: before Algorithm 1, a model that cannot speak yet learns from demonstrations.
 
-    python tools/imitate.py --out runs/house                   as results/tiny-house was made
+    python tools/imitate.py --out runs/house                   a start like results/tiny-house
     python tools/imitate.py --env alfworld --model runs/house --steps 800 --out runs/alfworld
     python train.py --env alfworld --model runs/alfworld       goes on from there
 
@@ -32,11 +32,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import envs
 import eval as evaluation
 import train
-from envs import LAMP, AlfWorld, Seeker, type_of, verb_of
+from envs import AlfWorld
 from machine import cli, runs
 from machine.ranks import AdamW, say, take_step
 from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import DEMONSTRATIONS, PROBE, fitting, rollout
+from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 
 # --------------------------------------------------------------------- a tiny model, made at random
 
@@ -55,7 +56,7 @@ def words():
     prompts and of the house, and whatever has a name in a house or in ALFWorld."""
     prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
     fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
-    types = envs.OBJECTS + envs.PLACES + list(envs.APPLIANCES.values()) + [type_of(LAMP)]
+    types = envs.OBJECTS + envs.PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
     types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
               "toiletpaperhanger tvstand wateringcan").split()
     nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
@@ -351,7 +352,7 @@ def main():
         say(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less")
         dtype = getattr(torch, config.dtype)
         lm = random_tiny(config.seed, dtype) if config.model == "random" else load(
-            config.model, dtype=dtype, value_tokens=config.value_tokens)
+            config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         lm = train.fitted(lm, config)
         workers = envs.default_workers(config.env)
         pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)

@@ -37,13 +37,13 @@ def attempts(sampler, games, pool, *, style, seed=0, rows=SIDE_BY_SIDE, history=
     """Plays {number: game} and yields (number, record), as eval.attempt does. Reflexion tries a
     game up to TRIALS times, and yields a record each time."""
     lessons = {number: [] for number in games}
-    prompts = None if style == "plain" else (
+    show = None if style == "plain" else (
         lambda number, turns, episode: react(turns, episode, lessons[number]))
     for trial in range(TRIALS if style == "reflexion" else 1):
         stream, failed = (seed, 0, EVALUATION + trial), {}
         for number, turns, episode in trajectories(
                 sampler, [*games.values()], pool, trajs=games, rows=rows, seed=stream,
-                history=history, prompts=prompts):
+                history=history, show=show):
             about = {"trials": trial + 1, "lessons": [*lessons[number]]}
             yield number, record(pool.env, games[number], turns, episode) | about
             if not episode.info["won"]:
@@ -77,7 +77,7 @@ def reflect(sampler, failed, lessons, rows, seed):
     for n, (turns, episode) in failed.items():
         texts = react(turns, episode, lessons[n], REFLECT)
         _, ids = fitting(sampler.lm, texts, [], sampler.limit)
-        if len(ids) <= sampler.limit:
+        if ids:
             asked.append((n, ids, uniforms(seed, n, len(turns), sampler.max_new)))
     while asked or sampler.busy:
         while asked and sampler.busy < rows:
@@ -92,14 +92,12 @@ class Endpoint:
 
     context = "window"
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
-        first=list, prompts=lambda texts, before: [list(text) for text in texts]))
+        prompts=lambda texts, before: [list(text) for text in texts]))
 
     def __init__(self, args):
         self.url, self.max_new = args.endpoint, args.max_new
         self.limit = 4 * args.max_prompt  # a token has about four letters
         self.open, self.steps = {}, 0
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"--endpoint {self.url}: an address begins with http:// or https://")
         import openai
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client insists on one
         client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=6, timeout=300)

@@ -182,6 +182,7 @@ def document(product):
 
 # ----------------------------------------------------------------------------------- the catalogue
 
+BEST = 50  # products that a search finds at most
 # What the index knows of a product: its prices, of which high is NaN if there is only one; how many
 # synthetic goals it has, -1 if it has no instruction; how many human goals.
 FACTS = [("asin", "S10"), ("low", float), ("high", float), ("synthetic", int), ("human", int)]
@@ -217,9 +218,9 @@ class Catalogue:
         return json.loads(self.text[self.places[n]:self.places[n + 1]])
 
     @functools.lru_cache(1 << 12)
-    def search(self, query, k=50):
-        """The `k` best products for a query: Lucene's BM25 with k1 = 0.9 and b = 0.4, in its
-        precision. Ties stand in the order of their asins."""
+    def search(self, query):
+        """The BEST products for a query: Lucene's BM25 with k1 = 0.9 and b = 0.4, in its precision.
+        Ties stand in the order of their asins."""
         scores, one = np.zeros(len(self.facts)), np.float32(1)
         for term, times in Counter(terms(query)).items():
             key = key_of(term)
@@ -232,9 +233,9 @@ class Catalogue:
                 scores[self.docs[span]] += idf - idf / (one + self.weights[span])
         scores = scores.astype(np.float32)
         hits = np.flatnonzero(scores)
-        if len(hits) > k:
-            hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
-        return hits[np.lexsort((self.facts["asin"][hits], -scores[hits]))][:k].tolist()
+        if len(hits) > BEST:
+            hits = hits[scores[hits] >= np.partition(scores[hits], -BEST)[-BEST]]
+        return hits[np.lexsort((self.facts["asin"][hits], -scores[hits]))][:BEST].tolist()
 
 
 def index_folder(files):
@@ -608,8 +609,8 @@ class Shop:
         return out + ITEM_BUTTONS
 
     def observation(self):
-        """Of the texts of blanks only, HTML drops those with a line break, and shows the others as
-        one blank."""
+        """Of the texts of blanks only, those with a line break are left out, and the others stand
+        as empty, as in HTML."""
         shown = [text for text, _ in self.nodes()
                  if text.strip(" \t\n\f\r") or text and "\n" not in text]
         return " [SEP] ".join(text.strip() for text in shown)
