@@ -93,7 +93,7 @@ class Learner:
         return turn_level_targets(played, v, q, self.config)
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
-        """Line 6, Eq. 12 of a micro-batch -> (loss, info). n_tokens, n_turns are all ranks'."""
+        """Line 6, and Eq. 12 of a micro-batch -> (loss, info). n_tokens, n_turns are all ranks'."""
         c, m, n = self.config, micro.tokens, micro.turns
         return sapo_loss(
             *self.lm.score(micro.batch), logp_old=old.logp[m], adv=targets.adv[m],
