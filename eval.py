@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import envs
 from machine.cli import Parser, one_line_errors, options_of
-from machine.ranks import from_ranks, join_ranks, rank, say, world
-from machine.runs import newest_checkpoint, read_json, read_log, settings_of, write_file
+from machine.ranks import from_ranks, join_ranks, mean, rank, say, world
+from machine.runs import read_json, read_log, settings_of, write_file
 from model import load
 from rollout import EVALUATION, Sampler, trajectories
 
@@ -69,106 +69,91 @@ def spaced(ids, limit):
     return [ids[i * len(ids) // limit] for i in range(limit)] if 0 < limit < len(ids) else ids
 
 
-def report(records):
-    """Success of n games, the mean score, success by category."""
-    n, won = len(records), sum(r["won"] for r in records)
+def report(records, end=""):
+    """Success of n games, the mean score, success by category, under names that end so."""
     of = {c: [r["won"] for r in records if r["category"] == c]
           for c in sorted({r["category"] for r in records})}
-    return {"success": won / max(1, n), "n": n,
-            "score": sum(r["score"] for r in records) / max(1, n),
-            "success_by_category": {c: float(np.mean(its)) for c, its in of.items()}}
-
-
-def table(reports, env):
-    """{title: report} -> a line of text for each, in percent and in the paper's columns for the
-    environment. Below ± stands the standard error of success in n games."""
-    names, width = list(env.categories.values()), max(map(len, reports)) + 2
-    heads = [*names, "All", *["Score"] * env.graded]
-    lines = ["".join(f"{name[:7]:>8}" for name in heads) + "     n       ±"]
-    for r in reports.values():
-        cells = [r["success_by_category"].get(c) for c in names] + [r["success"]]
-        cells += [r["score"]] * env.graded
-        error = 100 * (r["success"] * (1 - r["success"]) / r["n"]) ** 0.5
-        lines.append("".join(f"{'-':>8}" if x is None else f"{100 * x:8.1f}" for x in cells)
-                     + f"{r['n']:6}{error:8.1f}")
-    return "\n".join(f"{title:{width}}{line}" for title, line in zip(["", *reports], lines))
+    return {f"success{end}": mean([r["won"] for r in records]), f"n{end}": len(records),
+            f"score{end}": mean([r["score"] for r in records]),
+            f"success{end}_by_category": {c: mean(won) for c, won in of.items()}}
 
 
 def play(sampler, ids, pool, settings, attempt=attempt, path=os.devnull):
-    """Plays the games of these ids, split over the ranks -> [(number, record)] in order. Rank 0
-    also writes its own to `path` as they come."""
+    """Plays the games of these ids, split over the ranks -> records in order. Rank 0 also writes
+    its own to `path` as they come."""
     games = {n: game for n, game in enumerate(ids) if n * world() // len(ids) == rank()}
-    records = []
+    played = []
     with open(path if rank() == 0 else os.devnull, "w") as file:
         for numbered in attempt(sampler, games, pool, seed=settings.seed, rows=settings.rows,
                                 history=settings.history):
-            records.append(numbered)
+            played.append(numbered)
             print(json.dumps(numbered[1]), file=file, flush=True)
-    return from_ranks(sorted(records, key=lambda numbered: numbered[0]))  # they end in any order
+    played.sort(key=lambda numbered: numbered[0])  # they end in any order
+    return from_ranks([record for _, record in played])
 
 
 def of_run(lm, pool, config, temperatures=TEMPERATURES):
     """A run of train.py plays its --eval_games, all at verl-agent's temperature and in the house at
     1 too -> {ending of the names in eval.json: records}."""
-    env, options = envs.known(config.env), envs.options_for(vars(config))
+    split = envs.known(config.env).held_out[0]
+    ids = envs.tasks(config.env, split, **envs.options_for(vars(config)))
     out = {}
-    for end, temperature in temperatures.items() if config.eval_games else ():
-        if end == "" or config.env == "house":
-            ids = spaced(envs.tasks(config.env, env.held_out[0], **options), config.eval_games)
-            played = play(sampler_for(lm, config, temperature), ids, pool, config)
-            out[end] = [record for _, record in played]
+    for end, temperature in temperatures.items():
+        if config.eval_games and (end == "" or config.env == "house"):
+            sampler = sampler_for(lm, config, temperature)
+            out[end] = play(sampler, spaced(ids, config.eval_games), pool, config)
             gc.collect()  # a sampler refers to itself, and would keep its memory
     return out
 
 
 def write_of_run(before, after, config):
     """eval.json: the report of a run before and after training; eval.jsonl: every episode. -> the
-    table, as text."""
-    out, lines, reports = {"env": config.env, "temperature": TEMPERATURES[""]}, [], {}
+    paper's table of this run."""
+    out = {"env": config.env, "temperature": TEMPERATURES[""]}
+    lines = []
     for when, mark, played in (("before", "_before", before), ("after", "", after)):
         for end, records in played.items():
-            told, t = report(records), TEMPERATURES[end]
-            reports[f"{when} {NAMES[config.algo]}, T = {t:g}"] = told
-            lines += [json.dumps({"when": when, "temperature": t} | r) + "\n" for r in records]
-            for key, x in told.items():
-                head, *tail = key.split("_", 1)  # "success_by_category"
-                out["_".join([f"{head}{mark}{end}", *tail])] = x
+            out |= report(records, mark + end)
+            played_at = {"when": when, "temperature": TEMPERATURES[end]}
+            lines += [json.dumps(played_at | record) + "\n" for record in records]
     write_file(f"{config.out}/eval.json", json.dumps(out, indent=1))
     write_file(f"{config.out}/eval.jsonl", "".join(lines))
-    return table(reports, envs.known(config.env)) if reports else "no evaluation, --eval_games is 0"
+    return paper_table([config.out])
 
 
 # ------------------------------------------------------------------------- groups of finished runs
 
 def group_runs(folders, finished=False):
     """{label: runs} by the folders' names without -SEED. What is no run is named and left out."""
-    groups, parent = {}, os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
+    parent = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
+    groups = {}
     for folder in map(Path, folders):
         try:
-            lines = read_log(folder / "metrics.jsonl")
-            config, result = settings_of(folder), read_json(folder / "eval.json")
-            if not lines or finished and not result:
+            run = SimpleNamespace(
+                config=settings_of(folder), lines=read_log(folder / "metrics.jsonl"),
+                result=read_json(folder / "eval.json"))
+            if not (run.result if finished else run.lines):
                 raise ValueError("it is not finished")
         except (OSError, ValueError) as error:
             print(f"left out: {folder}: {error}", file=sys.stderr)
-            continue
-        runs = groups.setdefault(re.sub(r"-\d+$", "", os.path.relpath(folder, parent)), [])
-        runs.append(SimpleNamespace(config=config, lines=lines, result=result))
+        else:
+            label = re.sub(r"-\d+$", "", os.path.relpath(folder, parent))
+            groups.setdefault(label, []).append(run)
     if not groups:
         raise ValueError("none of these folders is a run of train.py")
     return groups
 
 
 class Mean(NamedTuple):
-    """A mean over seeds and its standard error, NaN where there is one seed only."""
+    """A mean over seeds and its standard error, NaN where there is one seed only. It is NaN itself
+    where a seed does not have the number."""
 
     mean: float
     error: float
 
     @classmethod
     def of(cls, values):
-        n = len(values)
-        error = np.std(values, ddof=1) / n ** 0.5 if n > 1 else float("nan")
+        error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
         return cls(float(np.mean(values)), float(error))
 
     def minus(self, other):
@@ -176,6 +161,8 @@ class Mean(NamedTuple):
         return Mean(self.mean - other.mean, float(np.hypot(self.error, other.error)))
 
     def text(self, digits=1, sign=""):
+        if np.isnan(self.mean):
+            return "–"
         error = "" if np.isnan(self.error) else f" ± {self.error:.{digits}f}"
         return f"{self.mean:{sign}.{digits}f}{error}"
 
@@ -190,21 +177,18 @@ def paper_table(folders):
     groups = group_runs(folders, finished=True)
     first = next(iter(groups.values()))
     env = envs.known(first[0].config["env"])
-    kinds = [] if env.graded else [*env.categories.values()]
-    totals = {"Score": "score{}", "Success": "success{}"} if env.graded else {"All": "success{}"}
+    keys = {"Score": "score{}", "Success": "success{}"} if env.graded else (
+        {kind: kind for kind in env.categories.values()} | {"All": "success{}"})
     if "success_at_1" in first[0].result:
-        totals["All, T = 1"] = "success{}_at_1"
+        keys["All, T = 1"] = "success{}_at_1"
 
-    def row(label, runs, when=""):
-        results = [run.result for run in runs]
-        shares = [[r.get(f"success{when}_by_category", {}).get(kind) for r in results]
-                  for kind in kinds]
-        shares += [[r.get(key.format(when)) for r in results] for key in totals.values()]
-        shares = [[100 * x for x in its if x is not None] for its in shares]
-        cells = [Mean.of(its).text() if its else "–" for its in shares]
-        return [label, str(len(runs)), *cells]
+    def row(label, runs, end=""):
+        results = [run.result | run.result.get(f"success{end}_by_category", {}) for run in runs]
+        columns = [[100 * its.get(key.format(end), np.nan) for its in results]
+                   for key in keys.values()]
+        return [label, str(len(runs)), *[Mean.of(shares).text() for shares in columns]]
 
-    rows = [["method", "seeds", *kinds, *totals, "seconds", "M tokens"],
+    rows = [["method", "seeds", *keys, "seconds", "M tokens"],
             [*row("start", first, "_before"), "", ""]]  # which has cost nothing
     for label, runs in groups.items():
         seconds = [sum(line["time_total"] for line in run.lines) for run in runs]
@@ -216,69 +200,64 @@ def paper_table(folders):
 
 # ------------------------------------------------------------------------------------- pictures
 
-PANELS = {"success": "success", "v_explained_variance": "explained variance of V",
+PANELS = {"success": "success: lines, of rollouts at T = 1",
+          "v_explained_variance": "explained variance of V",
           "q_explained_variance": "explained variance of Q", "kl": "KL to the start (nats a token)"}
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #888888".split()  # Okabe and Ito
-DASHES, MARKERS = ("-", "--", "-.", ":"), "os^Dv*PX"  # so that a picture can be read in grey too
+DASHES, MARKERS = ("-", "--", "-.", ":"), " s^Dv*PX"  # so that a picture can be read in grey too
 
 
-def draw(groups, curve_of, panels, path, title, xlabel, level=None):
+def draw(groups, curve_of, panels, path, xlabel, note="", level=None):
     """{label: runs} -> a picture at `path` with a panel for each key of metrics.jsonl: of each
     group the mean over the seeds within a standard error. curve_of(run, key): [(x, y), ...].
     What is always 0, such as a baseline's V, is not drawn, nor is a V or Q with another target than
     the first group's. level: a success to mark. Dots are success on held-out games."""
     if len(groups) > len(COLORS):
-        raise ValueError(f"{len(groups)} groups of runs are too many for a picture: name at most "
-                         f"{len(COLORS)}")
+        raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
     fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
-    axes = fig.subplots(1, len(panels), squeeze=False)[0]
-    target = value_target(next(iter(groups.values()))[0].config)
+    axes = fig.subplots(1, len(panels))
     for ax, key in zip(axes, panels):
         ax.set(title=PANELS[key], xlabel=xlabel)
         ax.grid(True, alpha=0.3)
-        for (label, runs), color, marker in zip(groups.items(), COLORS, MARKERS):
-            curves = [curve_of(run, key) for run in runs]
-            n = min(map(len, curves))
-            x = [x for x, _ in curves[0][:n]]
-            y = np.array([[y for _, y in curve[:n]] for curve in curves])
-            alike = value_target(runs[0].config) == target or "explained" not in key
+        if key == "kl":
+            ax.set_yscale("symlog", linthresh=0.01)  # it has rare steps a thousand times larger
+        ax.yaxis.set_major_formatter("{x:g}" if key == "kl" else PercentFormatter(1))
+    configs = [runs[0].config for runs in groups.values()]
+    # the discount of the return that V explains; verl-agent's PPO pays the whole one
+    targets = [1.0 if c.get("algo") == "ppo" else c.get("gamma") for c in configs]
+    for place, (label, runs) in enumerate(groups.items()):
+        color = COLORS[place]
+        for ax, key in zip(axes, panels):
+            # (n, runs, 2), as long as the shortest run
+            points = np.array([*zip(*(curve_of(run, key) for run in runs))])
+            x, y = points[:, 0, 0], points[..., 1]
+            alike = targets[place] == targets[0] or "explained" not in key
             if alike and (y.any() or key == "success"):
-                means = [Mean.of(column) for column in y.T]
-                mean, error = np.array(means).T
-                place = COLORS.index(color)  # the first line has no marks
-                ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=marker,
-                        markersize=5 if place else 0, label=f"{label}, n = {len(runs)}",
-                        markevery=(n * place // 40, max(1, n // 5)))
+                mean, error = np.array([Mean.of(row) for row in y]).T
+                ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=MARKERS[place],
+                        markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
+                        label=f"{label}, n = {len(runs)}")
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
-            if key == "success" and xlabel == "iteration":
-                looks = [held_out(run) for run in runs]
-                at = sorted(set.intersection(*map(set, looks)))
-                dots = ax.scatter(at, [np.mean([look[n] for look in looks]) for n in at],
-                                  color=color, edgecolor="black", marker="D")
-                dots.set_label("held-out games, T = 0.4" if color == COLORS[0] else None)
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
-    axes[0].set(ylim=(0, None), title="success: lines, of rollouts at T = 1")
+        if xlabel == "iteration":
+            looks = [np.mean(its) for its in zip(*map(held_out, runs))]
+            axes[0].scatter(range(len(looks)), looks, color=color, edgecolor="black", marker="D",
+                            label=None if place else "held-out games, T = 0.4")
+    axes[0].set_ylim(0, None)
     if level is not None:
         axes[0].axhline(level, color="black", lw=0.8, ls=":", label=f"{level:.0%}, to be reached")
-    if "kl" in panels:
-        axes[-1].set_yscale("symlog", linthresh=0.01)  # it has rare steps a thousand times larger
-        axes[-1].yaxis.set_major_formatter("{x:g}")
-    fig.suptitle(f"{title}; mean of the seeds ± a standard error", fontsize=10)
+    title = ", ".join(sorted({*map(setting, configs)}))
+    fig.suptitle(f"{title}{note}; mean of the seeds ± a standard error", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=5)
     fig.savefig(path, dpi=110)
 
 
-def value_target(config):
-    """The discount of the return that V explains: verl-agent's PPO pays the whole one."""
-    return 1.0 if config.get("algo") == "ppo" else config.get("gamma")
-
-
 def held_out(run):
-    """{iteration: success on held-out games} before, after, and where it was looked at."""
-    looks = {n: line["held_out"] for n, line in enumerate(run.lines, 1) if "held_out" in line}
-    ends = {0: run.result.get("success_before"), len(run.lines): run.result.get("success")}
-    return looks | {n: success for n, success in ends.items() if success is not None}
+    """Success on held-out games before training and after each iteration, NaN where unknown."""
+    before = run.result.get("success_before", np.nan)
+    looks = [before, *(line.get("held_out", np.nan) for line in run.lines)]
+    looks[-1] = run.result.get("success", looks[-1])
+    return looks
 
 
 def over_iterations(run, key):
@@ -289,9 +268,7 @@ def over_iterations(run, key):
 
 def plot(folders, path):
     """Curves of training, in a colour for each group of runs."""
-    groups = group_runs(folders)
-    title = ", ".join(sorted({setting(runs[0].config) for runs in groups.values()}))
-    draw(groups, over_iterations, PANELS, path, title, "iteration")
+    draw(group_runs(folders), over_iterations, PANELS, path, "iteration")
 
 
 def setting(config):
@@ -315,7 +292,7 @@ def make_parser(description):
     add("--model", default="tiny", help="a run, RUN/best, a model's folder, hub id or bare name")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=int, default=0, help="play only so many games, evenly spaced (0: all)")
-    add("--temperature", type=float, default=TEMPERATURES[""], help="greedy below 0.001")
+    add("--temperature", type=float, default=TEMPERATURES[""], help="0: greedy")
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     for name, kind in SHARED.items():
@@ -325,60 +302,52 @@ def make_parser(description):
 
 def complete(args):
     """Fills in the flags that were not given, by the run that --model names or else by default.
-    -> the folder of the run's weights, or None where --model is no run."""
-    run = weights = Path(args.model)
-    if re.fullmatch(r"best|final|checkpoint-\d+", run.name):
-        run = run.parent
-    elif not (weights := run / "final").is_dir():
-        weights = newest_checkpoint(run)
-    stored = read_json(run / "config.json")
-    if "env" not in stored:
-        stored, weights = {}, None
-    elif not weights:
-        raise ValueError(f"{run} has no weights yet")
+    -> the run's folder, or None where --model is of no run."""
+    named = Path(args.model)
+    run = next((f for f in (named, named.parent) if "env" in read_json(f / "config.json")), None)
+    stored = read_json(run / "config.json") if run else {}
+    args.weights = f"{run}/final" if run == named else args.model
     settings = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
-             "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
+                "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
     if args.env not in (None, settings["env"]):  # these fit the run's own environment alone
         settings |= dict.fromkeys(("data", "horizon", "max_prompt"))
     vars(args).update({k: settings.get(k) for k in SHARED if getattr(args, k) is None})
-    if args.temperature < 0.001:  # nothing else is left of the distribution
-        args.temperature = 0.0
     env = envs.known(args.env)
     if args.context == "window":
         args.max_prompt = args.max_prompt or env.max_prompt
     args.split = args.split or env.held_out[0]
-    return weights
+    return run
 
 
 def evaluate(args, sampler_of, attempt=attempt, kind=""):
-    """Plays the split with --model, writes the report and prints its table. sampler_of(args): what
+    """Plays the split with --model, writes the report and prints it. sampler_of(args): what
     answers; kind: a word for the files' name."""
-    weights = complete(args)
-    args.weights = str(weights or args.model)
+    run = complete(args)
     options = envs.options_for(vars(args))
     ids = spaced(envs.tasks(args.env, args.split, **options), args.limit)
-    # RUN/best, and a model that is of no run, have files of their own
-    part = Path(args.model).name if weights in (None, Path(args.model)) else ""
-    out = Path(args.out or (weights.parent if weights else "runs"))
+    own = "" if run == Path(args.model) else Path(args.model).name  # RUN/best has its own files
+    out = Path(args.out or run or "runs")
     if out.suffix != ".json":
-        out /= "-".join(filter(None, ["eval", part, args.split, kind])) + ".json"
+        out /= "-".join(filter(None, ["eval", own, args.split, kind])) + ".json"
     out.parent.mkdir(parents=True, exist_ok=True)
     answers = out.with_suffix(".jsonl")
     say(f"{len(ids)} games; what is played is in {answers}.new until all are")
     sampler = sampler_of(args)
-    pool = envs.Pool(args.env, options, envs.default_workers(args.env))
-    with contextlib.closing(pool):
+    with contextlib.closing(envs.Pool(args.env, options, envs.default_workers(args.env))) as pool:
         played = play(sampler, ids, pool, args, attempt, f"{answers}.new")
     if rank() > 0:
         return
-    write_file(answers, "".join(json.dumps(record) + "\n" for _, record in played))
-    records = [*dict(played).values()]  # of several attempts the last
-    options = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table")}
-    result = report(records) | options
+    write_file(answers, "".join(json.dumps(record) + "\n" for record in played))
+    last = {record["task"]: record for record in played}.values()  # of several attempts at a game
+    flags = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table")}
+    result = report(last) | flags
     write_file(out, json.dumps(result, indent=1))
-    print(table({f"{args.model}, {args.split}, T = {args.temperature:g}": result}, pool.env))
-    if outgrown := sum(r["outgrown"] for r in records):
-        print(f"{outgrown} of {len(records)} episodes outgrew --max_prompt")
+    shares = {"score": result["score"]} | result["success_by_category"]
+    rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
+    print(f"{args.model}, {args.split}, T = {args.temperature:g}, {len(last)} games: success "
+          f"{Mean.of([100 * record['won'] for record in last]).text()}, {rest}")
+    if outgrown := sum(record["outgrown"] for record in played):
+        print(f"{outgrown} of {len(played)} episodes outgrew --max_prompt")
     print(f"wrote {out}")
 
 

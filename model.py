@@ -282,21 +282,13 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, tokenize=False,
                                                   add_generation_prompt=True)
 
-    def prompts(self, texts, before):
-        """The ids of user messages up to where the response begins. `before`: of each the ids so
-        far, [] at first; an end of turn that they end in is not repeated."""
-        texts = [(self.between if old else self.begin) + text.strip() + self.end
-                 for text, old in zip(texts, before)]
+    def prompt(self, text, before=()):
+        """The ids of a user message up to where the response begins. `before`: the ids of the
+        conversation so far; an end of turn that they end in is not repeated."""
+        text = (self.between if before else self.begin) + text.strip() + self.end
         backend = self.tokenizer.backend_tokenizer  # it takes half the time of transformers' call
-        new = [x.ids for x in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        return [ids[1:] if old and ids[0] == old[-1] else ids for ids, old in zip(new, before)]
-
-    def first(self, text):
-        return self.prompts([text], [[]])[0]
-
-    def later(self, text, last_token=None):
-        """What stands between a response and the next one: end of turn, user message, header."""
-        return self.prompts([text], [[last_token]])[0]
+        ids = backend.encode(text, add_special_tokens=False).ids
+        return ids[1:] if before and ids[0] == before[-1] else ids
 
 
 class Critic(torch.nn.Module):
@@ -307,10 +299,10 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.body = copy.deepcopy(lm.model.base_model)
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        self.__dict__["trunk"] = self.body  # past __setattr__: it would count weights twice
+        self.trunk = self.body.__call__  # a function, whose weights are not counted once more
         if lm.compile:
             from machine.fast import compiled_layers
-            self.__dict__["trunk"] = compiled_layers(self.body)
+            self.trunk = compiled_layers(self.body)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
@@ -403,7 +395,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
 
 def stop_ids_of(model, tokenizer, chat):
     """The tokens that end a response: the model's own, and the end of a turn in a conversation."""
-    own, end_of_turn = model.generation_config.eos_token_id, chat.later("-")[0]
+    own, end_of_turn = model.generation_config.eos_token_id, chat.prompt("-", [None])[0]
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
     stops |= {end_of_turn} & tokenizer.added_tokens_decoder.keys()
     return tuple(sorted(stops - {None}))
@@ -418,11 +410,9 @@ def reserve_value_ids(tokenizer, rows, taken, named=None):
     used = {i for i, t in special.items() if t.content in tokenizer.chat_template} | {*taken}
     if named:
         ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in named)
-        for name, i in zip(named, ids):
-            if not 0 <= i < rows or i in used or ids[0] == ids[1]:
-                raise ValueError(f"--value_tokens: {name!r} is no token, nor one of the head's "
-                                 f"{rows} rows; or a stop token, in the chat template, or there "
-                                 "twice")
+        if ids[0] == ids[1] or not all(0 <= i < rows and i not in used for i in ids):
+            raise ValueError(f"--value_tokens {' '.join(named)}: not two tokens, or rows of the "
+                             f"head's {rows}, that neither end a response nor a message")
         return ids
     if rows - max(words.values()) > 2:
         return rows - 2, rows - 1
@@ -437,9 +427,9 @@ def reserve_value_ids(tokenizer, rows, taken, named=None):
 
 @torch.no_grad()
 def readout_at_start(lm, ids):
-    """The logit difference z+ - z- before and after an empty response to a prompt, before any
-    training -> (V's, Q's). ValueError where Eq. 1 is flat for both."""
-    end = lm.chat.later("-")[:1]  # the end of a turn; V is read before it and Q after it
+    """The logit difference z+ - z- before and after an empty response to a prompt -> (V's, Q's).
+    ValueError where Eq. 1 is flat for both: then neither can be trained."""
+    end = lm.chat.prompt("-", [None])[:1]  # the end of a turn; V is read before it and Q after it
     hidden = lm.body(torch.tensor([ids + end], device=lm.device))[0, -2:]
     plus, minus = lm.value_logits(hidden).unbind(-1)
     v, q = (plus - minus).tolist()
@@ -454,7 +444,7 @@ def readout_at_start(lm, ids):
 @torch.no_grad()
 def check_head(lm):
     """Refuses a model that changes its logits after the head, which score() applies itself."""
-    ids = torch.tensor([lm.chat.first("hello")[:32]], device=lm.device)
+    ids = torch.tensor([lm.chat.prompt("hello")[:32]], device=lm.device)
     theirs, ours = lm.model(input_ids=ids).logits.float(), lm.head(lm.body(ids)).float()
     if not torch.allclose(theirs, ours, atol=1e-2, rtol=1e-2):
         if not theirs.isfinite().all():
@@ -469,12 +459,13 @@ def main():
     parser.add_argument("--model", default="tiny", help="tiny, a folder, hub id or bare name")
     with one_line_errors("model.py"), torch.no_grad():
         lm = load(parser.parse_args().model)
-        prompt = lm.chat.first("You are in a kitchen. Put an apple in the fridge.")
+        prompt = lm.chat.prompt("You are in a kitchen. Put an apple in the fridge.")
         response = lm.tokenizer.encode("open fridge 1", add_special_tokens=False) + [lm.stop_ids[0]]
-        sample = prompt + response, [(len(prompt), len(prompt) + len(response))]
-        logp, _, p_v, p_q = lm.score(make_batch([sample]).to(lm.device))
-        print(f"w+, w- = {lm.value_ids}; a turn of {len(logp)} tokens of log-prob {logp.sum():.2f}:"
-              f" V = {lm.r_max * p_v.item():.3f} before, Q = {lm.r_max * p_q.item():.3f} after it")
+        ids = prompt + response
+        scores = lm.score(make_batch([(ids, [(len(prompt), len(ids))])]).to(lm.device))
+        v, q = lm.r_max * scores.p_v.item(), lm.r_max * scores.p_q.item()
+        print(f"w+, w- = {lm.value_ids}; log-prob of the response {scores.logp.sum():.2f}; V "
+              f"before it {v:.3f}, Q after it {q:.3f}")
 
 
 if __name__ == "__main__":

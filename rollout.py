@@ -510,16 +510,6 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def fitting(lm, texts, before, limit):
-    """texts: from the longest to the shortest -> (text, ids): the first that fits after the ids
-    `before`, or (None, None)."""
-    for text in texts:
-        ids, = lm.chat.prompts([text], [before])
-        if len(before) + len(ids) <= limit:
-            return text, ids
-    return None, None
-
-
 @types.coroutine
 def answer_to(ask, *args):
     """Asks the game or the model, and waits for the answer, which `trajectories` sends."""
@@ -536,8 +526,11 @@ async def one_trajectory(traj, task, sampler, pool, seed, show):
     before = []  # in `full`, the ids of the conversation so far
     episode = pool.env.episode(*await answer_to(pool.start, traj, task))
     while not (turns and turns[-1].done):
-        prompt, ids = fitting(lm, show(traj, turns, episode), before, sampler.limit)
-        if ids is None:
+        for prompt in show(traj, turns, episode):  # from the longest to the shortest
+            ids = lm.chat.prompt(prompt, before)
+            if len(before) + len(ids) <= sampler.limit:
+                break
+        else:  # none fits
             if turns:
                 turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
             pool.drop(traj)  # which forgets by itself the games that are over
@@ -621,7 +614,7 @@ def main():
         print(prompt := env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt())
         for engine in ("kv", "hf"):
             sampler = Sampler(lm, engine, max_new=32)
-            response, = sampler([0], [lm.chat.first(prompt)], [uniforms((0,), 0, 0, 32)])
+            response, = sampler([0], [lm.chat.prompt(prompt)], [uniforms((0,), 0, 0, 32)])
             print(f"\n{engine}: V {response.v:.3f}, Q {response.q:.3f}, {len(response.ids)} tokens "
                   f"of log-prob {sum(response.logp):.4f}\n{lm.text(response.ids)}")
 

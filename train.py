@@ -14,14 +14,12 @@ import copy
 import dataclasses
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import envs
 import eval as evaluation
@@ -59,15 +57,13 @@ class Learner:
         self.lm, self.config, self.clock = lm, config, runs.Clock()
         if config.beta:
             self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
+        # what is trained, by what the names of its numbers in metrics.jsonl end in
+        self.models = {"": lm.model} | ({"_critic": self.critic} if self.critic else {})
         moments = getattr(torch, config.moments)
-        self.optimizers = {suffix: AdamW(model.parameters(), config.lr, moments=moments)
-                           for suffix, (model, _) in self.trained().items()}
+        self.optimizers = {end: AdamW(model.parameters(), config.lr, moments=moments)
+                           for end, model in self.models.items()}
         self.steps = 0  # tried so far
         self.failed = 0  # how many of the latest steps in a row were not finite
-
-    def trained(self):
-        """{suffix of the names of its numbers in metrics.jsonl: (model, its loss)}."""
-        return {"": (self.lm.model, self.loss)}
 
     def learn(self, turns, iteration):
         """Lines 3 to 7 of Algorithm 1 on an iteration's turns -> its numbers for metrics.jsonl. The
@@ -80,17 +76,22 @@ class Learner:
         self.clock.lap("ref")
         targets = self.targets(played, batches, old)  # lines 4 and 5
         steps = [self.step(mini, old, ref, targets, iteration) for mini in batches]  # lines 6 and 7
-        for model, _ in self.trained().values():
-            model.zero_grad(set_to_none=True)  # the rollout can use the memory
-        self.clock.lap("update")
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()  # the rollout can use the memory
         return {"sampler_off": sampler_off} | numbers_of(targets, steps)
 
     def targets(self, played, batches, old):
-        """Lines 4 and 5 -> Targets."""
-        v, q = self.config.r_max * old.p_v, self.config.r_max * old.p_q
-        if not self.config.c_v:
+        """Lines 4 and 5 -> Targets. Statistics are taken over all turns of the iteration."""
+        c = self.config
+        v, q = c.r_max * old.p_v, c.r_max * old.p_q
+        if not (c.c_v or self.critic):
             v = torch.zeros_like(v)  # V is untrained; Q does not enter the advantage anyway
-        return turn_level_targets(played, v, q, self.config)
+        paid = played.traj, played.turn, played.reward
+        adv, y_v, y_q = turn_targets(*paid, played.done, v, q, gamma=c.gamma, lam=c.lam)
+        adv = normalize_advantages(adv, invalid=played.invalid, c_inv=c.c_inv,
+                                   group=everyone())  # SAPO: one rollout per task, one mean for all
+        return Targets(adv[played.turn_of], v, q, discounted_returns(*paid, gamma=c.gamma),
+                       y_v / c.r_max, y_q / c.r_max)  # not clipped to [-1, 1]
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         """Line 6, and Eq. 12 of a micro-batch -> (loss, info). n_tokens, n_turns are all ranks'."""
@@ -104,31 +105,27 @@ class Learner:
     def step(self, mini, old, ref, targets, iteration):
         """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers.
         ValueError after PATIENCE steps in a row that were not finite."""
-        here = [[len(micro.batch.turn_of), len(micro.batch.start)] for micro in mini]
-        n_tokens, n_turns = (max(1, sum(n)) for n in zip(*from_ranks(here + [[0, 0]])))
+        c = self.config
+        sizes = from_ranks([(len(micro.batch.turn_of), len(micro.batch.start)) for micro in mini])
+        n_tokens, n_turns = map(sum, zip(*sizes))
+        warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))  # Adam's first steps are large
+        decay = 1 - (1 - c.lr_end) * iteration / c.iterations
         info = {}
-        for suffix, (model, loss) in self.trained().items():
-            optimizer = self.optimizers[suffix]
-            optimizer.param_groups[0]["lr"] = self.rate(suffix, iteration)
+        for end, model in self.models.items():
+            loss = self.loss_critic if end else self.loss
+            optimizer = self.optimizers[end]
+            optimizer.param_groups[0]["lr"] = (c.critic_lr if end else c.lr) * decay * warmup
             out = take_step(
                 model, optimizer, mini,
-                lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns),
-                self.config.checkpointing)
-            info |= {f"{key}{suffix}": x for key, x in out.items()}
-            self.clock.lap(suffix[1:] or "update")
+                lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns), c.checkpointing)
+            info |= {f"{key}{end}": x for key, x in out.items()}
+            self.clock.lap("critic" if end else "update")
         self.steps += 1
         self.failed = self.failed + 1 if info["skipped"] or info.get("skipped_critic") else 0
         if self.failed == PATIENCE:
             raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr, and go on "
                              "from the last checkpoint in a new --out")
         return info
-
-    def rate(self, suffix, iteration):
-        """A straight line over the iterations, times a warm-up: Adam's first steps are large."""
-        c = self.config
-        warm = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))
-        decay = 1 - (1 - c.lr_end) * iteration / max(1, c.iterations)
-        return (c.critic_lr if suffix else c.lr) * decay * warm
 
     def save(self, folder):
         """Writes all that decides what comes next; random numbers and the order of tasks follow
@@ -179,17 +176,15 @@ class MicroBatch(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What an update learns from; v, q, returns are for the log alone. y_v and y_q are SAPO's;
-    value_old and value_target are a separate critic's, (N,) in sapo-separate and (M,) in PPO."""
+    """What an update learns from; v, q, returns are for the log alone."""
 
     adv: torch.Tensor  # (M,) the advantage on every token, Eq. 7
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
     returns: torch.Tensor  # (N,) the discounted return from each turn (PPO: undiscounted)
-    y_v: torch.Tensor = None  # (N,) Eq. 6; this and the next three are over R_max
+    y_v: torch.Tensor = None  # (N,) Eq. 6 over R_max; (M,) in PPO, as is value_old
     y_q: torch.Tensor = None
-    value_old: torch.Tensor = None
-    value_target: torch.Tensor = None
+    value_old: torch.Tensor = None  # (N,) V_old of a separate critic, over R_max
 
 
 def make_samples(turns, context):
@@ -210,23 +205,20 @@ def pack(turns, config, iteration, device):
     """Shuffles all ranks' samples alike and splits them into ceil(turns / mini_batch) mini-batches
     of nearly equal size, fewer where a sample is longer -> Played, and of each mini-batch this
     rank's micro-batches, if any."""
-    if not all(np.isfinite(turn.logp).all() for turn in turns):
-        raise ValueError(f"iteration {iteration}: the sampler's log-probs are not finite; lower "
-                         "--lr, or look at kl and grad_norm in metrics.jsonl")
     mine = {(s[2][0].traj, s[2][0].turn): s for s in make_samples(turns, config.context)}
     sizes = sorted(from_ranks([(key, len(sample[2])) for key, sample in mine.items()]))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(sizes))
     total = sum(n for _, n in sizes)
     parts = -(-total // config.mini_batch)  # equal ones, because a small last step is noisy
-    plan = [[] for _ in range(parts)]
+    plan = {}
     filled = 0
     for key, n in (sizes[i] for i in order):
-        plan[filled * parts // total].append(key)  # the part it begins in
+        plan.setdefault(filled * parts // total, []).append(key)  # the part it begins in
         filled += n
     batches = []
     ordered = []  # turns
     m = 0  # tokens so far
-    for keys in filter(None, plan):
+    for keys in plan.values():
         batches.append([])
         samples = [mine[key] for key in keys if key in mine]
         for alike in micro_batches(samples, config.tokens_per_micro_batch):
@@ -242,9 +234,9 @@ def pack(turns, config, iteration, device):
 @torch.no_grad()
 def score_all(lm, batches):
     """One forward pass over every micro-batch -> Scores of the whole iteration."""
+    nothing = Scores(*torch.zeros(4, 0, device=lm.device))  # a rank may have no turn
     parts = [lm.score(micro.batch) for mini in batches for micro in mini]
-    empty = [Scores(*torch.zeros(4, 0, device=lm.device))]  # where this rank has no turn
-    return Scores(*(torch.cat(column) for column in zip(*parts or empty)))
+    return Scores(*map(torch.cat, zip(nothing, *parts)))
 
 
 def score_old(lm, played, batches, config):
@@ -255,7 +247,7 @@ def score_old(lm, played, batches, config):
     if config.old == "rollout":
         micros = micros[-1:]  # its sequences are long
     scores = score_all(lm, [micros])  # SAPO: no second model is run
-    own = torch.cat([played.logp[micro.tokens] for micro in micros] or [played.logp])
+    own = played.logp[len(played.logp) - len(scores.logp):]
     sums = from_ranks([((scores.logp - own).abs().double().sum().item(), len(own))])
     off = sum(x for x, _ in sums) / max(1, sum(n for _, n in sums))
     if config.old == "rollout":
@@ -263,26 +255,13 @@ def score_old(lm, played, batches, config):
     return scores, off
 
 
-@torch.no_grad()
-def turn_level_targets(played, v, q, config):
-    """Lines 4 and 5, with V_old and Q_old (N,) in units of return -> Targets. Statistics are taken
-    over all turns of the iteration."""
-    paid = played.traj, played.turn, played.reward
-    adv, y_v, y_q = turn_targets(*paid, played.done, v, q, gamma=config.gamma, lam=config.lam)
-    adv = normalize_advantages(adv, invalid=played.invalid, c_inv=config.c_inv,
-                               group=everyone())  # SAPO: one rollout per task, one mean for all
-    return Targets(adv[played.turn_of], v, q, discounted_returns(*paid, gamma=config.gamma),
-                   y_v / config.r_max, y_q / config.r_max)  # not clipped to [-1, 1]
-
-
 def numbers_of(targets, steps):
     """What all ranks' targets and steps say, under the names of `Run.log`."""
-    returns = torch.tensor(from_ranks(targets.returns.tolist()))
-    out = {"return_mean": returns.mean().item()}
-    for name, mine in (("v", targets.v), ("q", targets.q)):
-        value = torch.tensor(from_ranks(mine.tolist()))
-        out |= {f"{name}_mean": value.mean().item(),
-                f"{name}_explained_variance": explained_variance(value, returns)}
+    rows = from_ranks([*zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())])
+    returns, v, q = map(torch.tensor, zip(*rows))
+    out = {"return_mean": returns.mean().item(), "v_mean": v.mean().item(),
+           "q_mean": q.mean().item(), "v_explained_variance": explained_variance(v, returns),
+           "q_explained_variance": explained_variance(q, returns)}
     for key in steps[0]:
         over = max if key.endswith("_max") else sum if key.startswith("skipped") else mean
         out[key] = over([step[key] for step in steps])
@@ -318,9 +297,8 @@ class Run:
                     runs.save_checkpoint(config.out, done, self.learner.save)
                     clock.lap("save")  # which is logged with the next iteration
                 if leave and done < config.iterations:
+                    say(f"{done} iterations are saved; --resume --out {config.out} goes on")
                     raise KeyboardInterrupt
-        if self.wandb:
-            self.wandb.finish()
 
     def games(self, iteration):
         """This rank's tasks of an iteration, --group_size times each; none after the last one.
@@ -475,7 +453,6 @@ def parse_config(argv=None):
     out = os.path.normpath(asked.out or f"runs/{runs.name_of(given, usual, MAY_CHANGE)}")
     if asked.resume and (os.path.isfile(f"{out}/config.json") or given.keys() <= {"resume", "out"}):
         stored = {k: v for k, v in runs.settings_of(out).items() if hasattr(asked, k)}
-        usual = vars(Config()) | defaults_for(Config(**stored | given))
     config = Config(**usual | stored | given | {"out": out})
     other = [f"--{k} is {v} there" for k, v in stored.items()
              if k not in MAY_CHANGE and getattr(config, k) != v]
@@ -524,17 +501,15 @@ def evaluate_and_keep(lm, pool, config):
 
 
 def load_start(config, pool):
-    """-> the model a run starts from, after a look at its readouts in a game."""
+    """-> the model a run starts from. ValueError where its readouts in a game are saturated."""
     pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
     first, = pool.gather([0])  # what is wrong with an environment is known before a model is loaded
     pool.drop(0)
     say(f"loading {config.model}")
     lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
               value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max)
-    v, q = readout_at_start(lm, lm.chat.first(pool.env.episode(*first).window_prompt()))
-    size = sum(p.numel() for p in lm.model.parameters()) / 1e6
-    say(f"{size:.1f} M parameters on {lm.device}, {world()} rank(s); the logits of w+ and w-, "
-        f"{lm.value_ids}, differ by {v:.3f} before a response and {q:.3f} after it")
+    readout_at_start(lm, lm.chat.prompt(pool.env.episode(*first).window_prompt()))
+    say(f"on {lm.device}, {world()} rank(s); w+ and w- are {lm.value_ids}")
     return fitted(lm, config)
 
 
@@ -545,54 +520,38 @@ def fitted(lm, config):
         # transformers 6 will know the first name alone, as 5.17 knows the second
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
         (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
-    if not config.compile:
-        return lm
-    say("compiling what scores and samples, which takes minutes; --no-compile goes without")
-    lm.model.train(config.checkpointing)  # as in an update
-    fast = compiled_scoring(lm, config.tokens_per_micro_batch)
-    lm.model.eval()
-    return fast
+    if config.compile:
+        say("compiling what scores and samples, which takes minutes; --no-compile goes without")
+        lm.model.train(config.checkpointing)  # as in an update
+        lm = compiled_scoring(lm, config.tokens_per_micro_batch)
+        lm.model.eval()
+    return lm
 
 
 def run(config):
     """Evaluation, Algorithm 1, evaluation."""
-    out, began = config.out, time.time()
-    with contextlib.ExitStack() as until_the_end:
-        refused = None
-        if rank() == 0:
-            try:
-                until_the_end.enter_context(runs.held(out, config.resume))
-            except (OSError, ValueError) as error:
-                refused = error
-        if refused := from_ranks([refused])[0]:
-            raise refused
-        checkpoint = runs.newest_checkpoint(out) if config.resume else None
-        pool = until_the_end.enter_context(contextlib.closing(envs.Pool(
-            config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
+    out = config.out
+    with (runs.held(out, config.resume),
+          contextlib.closing(envs.Pool(config.env, envs.options_for(vars(config)),
+                                       envs.default_workers(config.env))) as pool):
+        checkpoint = runs.newest_checkpoint(out)
         lm = load_start(config, pool)
         if rank() == 0:
-            runs.begin_folder(out, dataclasses.asdict(config), checkpoint)
-        try:
-            before = runs.read_json(f"{out}/before.json") or evaluation.of_run(lm, pool, config)
-            if rank() == 0:
-                runs.write_file(f"{out}/before.json", json.dumps(before))
-            for end, records in before.items():
-                say(f"before training: success {evaluation.report(records)['success']:.1%} on "
-                    f"{len(records)} held-out games at T = {evaluation.TEMPERATURES[end]:g}")
-            train(lm, pool, config, checkpoint)
-            after = evaluation.of_run(lm, pool, config) if config.iterations else before
-        except KeyboardInterrupt:  # Ctrl-C, or SIGTERM
-            saved = runs.iterations_in(runs.newest_checkpoint(out))
-            say(f"\ninterrupted; {saved} iterations are saved, --resume --out {out} goes on")
-            raise SystemExit(1) from None
+            runs.begin_folder(out, vars(config), checkpoint)
+        before = runs.read_json(f"{out}/before.json") or evaluation.of_run(lm, pool, config)
+        if rank() == 0:
+            runs.write_file(f"{out}/before.json", json.dumps(before))
+        for end, records in before.items():
+            say(f"before training: success {evaluation.report(records)['success']:.1%} on "
+                f"{len(records)} held-out games at T = {evaluation.TEMPERATURES[end]:g}")
+        train(lm, pool, config, checkpoint)
+        after = evaluation.of_run(lm, pool, config)
         runs.write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
         if rank() == 0:
             print(evaluation.write_of_run(before, after, config))
-            if config.iterations:
-                evaluation.plot([out], f"{out}/curves.png")
-            print(f"wrote {out}: {' '.join(sorted(os.listdir(out)))}\nthis start took "
-                  f"{(time.time() - began) / 60:.1f} minutes and {runs.peak_memory():.2f} GB; "
-                  f"next: python eval.py --model {out}")
+            evaluation.plot([out], f"{out}/curves.png")
+            print(f"wrote {out}, with {runs.peak_memory():.2f} GB of memory; next: python eval.py "
+                  f"--model {out}")
         barrier()  # a rank that leaves early would pull the others down
 
 
@@ -602,10 +561,10 @@ class PolicyLearner(Learner):
     """Eq. 12 without the values: the policy's own V and Q are not trained."""
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
-        c, logp, h = self.config, *self.lm.score(micro.batch)[:2]
-        return actor_loss(logp, h, logp_old=old.logp[micro.tokens], adv=targets.adv[micro.tokens],
-                          logp_ref=None if ref is None else ref[micro.tokens], clip=c.clip,
-                          beta=c.beta, c_h=c.c_h, tokens=n_tokens)
+        c, m = self.config, micro.tokens
+        return actor_loss(*self.lm.score(micro.batch)[:2], logp_old=old.logp[m], adv=targets.adv[m],
+                          logp_ref=None if ref is None else ref[m], clip=c.clip, beta=c.beta,
+                          c_h=c.c_h, tokens=n_tokens)
 
 
 class Grouped(PolicyLearner):
@@ -613,22 +572,19 @@ class Grouped(PolicyLearner):
     rank played them."""
 
     def targets(self, played, batches, old):
-        config, n = self.config, len(played.traj)
-        entropy = torch.zeros_like(played.reward)
-        if config.algo == "empg":  # a turn's entropy is the mean over its tokens
-            entropy = entropy.index_add(0, played.turn_of, old.entropy)
-            entropy = entropy / played.turn_of.bincount(minlength=n)
-        obs = [turn.obs for turn in played.turns]
-        columns = [x.tolist() for x in (played.traj, played.turn, played.reward, entropy)]
-        traj, turn, reward, entropy, obs = zip(*from_ranks([*zip(*columns, obs)]))
+        c = self.config
+        entropy = zeros = torch.zeros_like(played.reward)
+        if c.algo == "empg":  # a turn's entropy is the mean over its tokens
+            entropy = zeros.index_add(0, played.turn_of, old.entropy) / played.turn_of.bincount()
+        rows = zip(played.turns, played.reward.tolist(), entropy.tolist())
+        rows = from_ranks([(rank(), t.traj, t.turn, t.obs, r, h) for t, r, h in rows])
+        owner, traj, turn, obs, reward, entropy = zip(*rows)
         number = {text: i for i, text in enumerate(dict.fromkeys(obs))}  # of an observation
         state = [number[text] for text in obs]
         adv = self.estimate(*map(torch.tensor, (traj, turn, state, reward, entropy)))
-        first = sum(from_ranks([n])[:rank()])  # of this rank's turns among all
-        adv = adv[first:first + n].float().to(self.lm.device) - config.c_inv * played.invalid
-        zeros = torch.zeros_like(played.reward)
-        returns = discounted_returns(played.traj, played.turn, played.reward, gamma=config.gamma)
-        return Targets(adv[played.turn_of], zeros, zeros, returns)
+        mine = adv[torch.tensor(owner) == rank()].to(zeros) - c.c_inv * played.invalid
+        returns = discounted_returns(played.traj, played.turn, played.reward, gamma=c.gamma)
+        return Targets(mine[played.turn_of], zeros, zeros, returns)
 
     def estimate(self, traj, turn, state, reward, entropy):
         """(N,) over the turns of all ranks -> advantages (N,)."""
@@ -654,29 +610,27 @@ class SeparateCritic(PolicyLearner):
         self.critic = Critic(lm)
         super().__init__(lm, config)
 
-    def trained(self):
-        return super().trained() | {"_critic": (self.critic, self.loss_critic)}
-
     def values(self, micro):
-        """The critic's values before each turn's first token, (N,)."""
+        """The critic's, before each turn's first token, (N,), or before every token, (M,)."""
+        value = self.critic(micro.batch)
         length = micro.batch.end - micro.batch.start
-        return self.critic(micro.batch)[length.cumsum(0) - length]
+        return value if self.axis == "tokens" else value[length.cumsum(0) - length]
 
     @torch.no_grad()
-    def old_values(self, batches):
+    def old_values(self, played, batches):
         parts = [self.values(micro) for mini in batches for micro in mini]
         self.clock.lap("values")
-        return torch.cat(parts or [torch.zeros(0, device=self.lm.device)])
+        return torch.cat([played.v[:0], *parts])  # a rank may have no turn
 
     def targets(self, played, batches, old):
-        value = self.old_values(batches)
-        v = self.config.r_max * value
-        made = turn_level_targets(played, v, torch.zeros_like(v), self.config)
-        return made._replace(value_old=value, value_target=made.y_v)
+        value = self.old_values(played, batches)
+        old = old._replace(p_v=value, p_q=torch.zeros_like(value))
+        return super().targets(played, batches, old)._replace(value_old=value)
 
     def loss_critic(self, micro, old, ref, targets, n_tokens, n_turns):
-        part, count = getattr(micro, self.axis), n_tokens if self.axis == "tokens" else n_turns
-        return value_loss(self.values(micro), targets.value_old[part], targets.value_target[part],
+        part = getattr(micro, self.axis)
+        count = n_tokens if self.axis == "tokens" else n_turns
+        return value_loss(self.values(micro), targets.value_old[part], targets.y_v[part],
                           clip=self.config.clip, denom=count)[0], {}
 
 
@@ -686,22 +640,17 @@ class PPO(SeparateCritic):
 
     axis = "tokens"
 
-    def values(self, micro):
-        return self.critic(micro.batch)
-
     def targets(self, played, batches, old):
-        config, value = self.config, self.old_values(batches)
+        c = self.config
+        value = self.old_values(played, batches)
         returns = episode_returns(played.traj, played.reward)
-        adv = target = v = value  # where this rank has no turn, all are empty
-        if len(value):
-            length = played.turn_of.bincount()
-            table = pad_sequence(value.split(length.tolist()), batch_first=True)  # (N, T)
-            mask = torch.arange(table.shape[1], device=value.device) < length[:, None]
-            score = (returns - config.c_inv * played.invalid) / config.r_max
-            adv, target = (x[mask] for x in token_gae(table, mask, score))
-            v = config.r_max * table[:, 0]
+        score = (returns - c.c_inv * played.invalid) / c.r_max
+        mask = torch.arange(c.max_new, device=value.device) < played.turn_of.bincount()[:, None]
+        table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)  # (N, T)
+        adv, target = (x[mask] for x in token_gae(table, mask, score))
         adv = normalize_advantages(adv, group=everyone())
-        return Targets(adv, v, torch.zeros_like(v), returns, value_old=value, value_target=target)
+        v = c.r_max * table[:, 0]
+        return Targets(adv, v, torch.zeros_like(v), returns, y_v=target, value_old=value)
 
 
 LEARNERS = {"sapo": Learner, "sapo-separate": SeparateCritic, "ppo": PPO, "grpo": Grouped,

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from machine.ranks import barrier, rank, say, world
+from machine.ranks import barrier, from_ranks, rank, say, world
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -84,18 +84,21 @@ def name_of(given, usual, unnamed):
 
 @contextlib.contextmanager
 def held(out, resume):
-    """Within it, the folder `out` is this process's alone. ValueError where another process writes
-    to it, or where something is in it that is not to be resumed."""
+    """All ranks call it. Within it, the folder `out` is this run's alone. ValueError where another
+    process writes to it, or where something is in it that is not to be resumed."""
     os.makedirs(out, exist_ok=True)
+    refused = []
     with open(f"{out}/.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process writes to {out}: wait for it, or give another --out"
-                             ) from None
-        if set(os.listdir(out)) - {".lock", "config.json.new"} and not resume:
-            raise ValueError(f"{out} is taken: go on with what is there by --resume, or give "
-                             "another --out")
+        if rank() == 0:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refused = [f"another process writes to {out}: wait for it, or give another --out"]
+            if not refused and not resume and {*os.listdir(out)} - {".lock", "config.json.new"}:
+                refused = [f"{out} is taken: go on with what is there by --resume, or give "
+                           "another --out"]
+        if why := from_ranks(refused):
+            raise ValueError(why[0])
         yield
 
 
@@ -149,8 +152,7 @@ def begin_wandb(config):
     import wandb
     path = Path(config.out, "wandb-id")
     run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
-                     resume="allow", dir=config.out, name=path.parent.name,
-                     config=read_json(path.parent / "config.json"))
+                     resume="allow", dir=config.out, name=path.parent.name, config=vars(config))
     write_file(path, run.id)
     return run
 

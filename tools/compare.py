@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from eval import Mean, draw, group_runs, markdown, setting
+from eval import Mean, draw, group_runs, markdown
 from machine.cli import Parser, one_line_errors
 
 WINDOW = 320  # episodes over which success is averaged
@@ -49,42 +49,41 @@ DIGITS = {"end": 1, "end, T = 1": 1, "while learning": 1, HALF: 0, "V explains":
 
 
 def measured(run, half):
-    """-> {head: number}, in percent but for HALF; None: the run does not have it."""
+    """-> {head: number}, in percent but for HALF; NaN where the run does not have it. A method
+    whose values explain exactly 0 has none."""
     lines = run.lines
     last = lines[-max(1, round(LAST * len(lines))):]
     won = sum(line["episodes"] * line["success"] for line in lines)
-    shares = {"end": run.result.get("success"), "end, T = 1": run.result.get("success_at_1"),
+    shares = {"end": run.result.get("success", np.nan),
+              "end, T = 1": run.result.get("success_at_1", np.nan),
               "while learning": won / sum(line["episodes"] for line in lines),
-              "V explains": np.mean([line["v_explained_variance"] for line in last]),
-              "Q explains": np.mean([line["q_explained_variance"] for line in last])}
-    numbers = {head: None if share is None else 100 * share for head, share in shares.items()}
+              "V explains": np.mean([line["v_explained_variance"] for line in last]) or np.nan,
+              "Q explains": np.mean([line["q_explained_variance"] for line in last]) or np.nan}
+    numbers = {head: 100 * share for head, share in shares.items()}
     return numbers | {HALF: episodes_until(run, half)[0]}
 
 
 def tables(groups, half):
     """{label: runs} -> two tables as Markdown: what was measured, and the differences from the
     first group. A run that does not reach the half counts with all of its episodes, so that what
-    is made of it is a bound, without an error; a difference of two bounds is left out. A method
-    whose values explain exactly 0 has none."""
-    means = {}
+    is made of it is a bound, without an error; a difference of two bounds is left out."""
+    means, short = {}, {}
     for label, runs in groups.items():
         found = [measured(run, half) for run in runs]
-        columns = {head: [its[head] for its in found] for head in DIGITS}
-        means[label] = {head: Mean.of(its) for head, its in columns.items() if None not in its}
-    short = {label: sum(not episodes_until(run, half)[1] for run in runs)
-             for label, runs in groups.items()}  # how many runs do not reach it
-    for label in filter(short.get, groups):
-        means[label][HALF] = means[label][HALF]._replace(error=float("nan"))
+        means[label] = {head: Mean.of([its[head] for its in found]) for head in DIGITS}
+        short[label] = sum(not episodes_until(run, half)[1] for run in runs)  # do not reach it
+        if short[label]:
+            means[label][HALF] = means[label][HALF]._replace(error=np.nan)
     first, *others = groups
-    heads = [head for head in DIGITS if all(head in its for its in means.values())]
+    heads = [head for head in DIGITS
+             if not all(np.isnan(its[head].mean) for its in means.values())]
     rows = [["run", "seeds", *heads]]
     for label, runs in groups.items():
         its = {head: means[label][head].text(DIGITS[head]) for head in heads}
         if short[label]:
             its[HALF] = f"≥ {its[HALF]} ({len(runs) - short[label]} of {len(runs)} do)"
-        its |= {head: "–" for head in heads[-2:] if not means[label][head].mean}
         rows.append([label, str(len(runs)), *its.values()])
-    heads = heads[:-2]  # all but what is explained
+    heads = [head for head in heads if not head.endswith("explains")]
     less = [[f"less {first}", *heads]]
     for label in others:
         its = {head: means[label][head].minus(means[first][head]).text(DIGITS[head], "+")
@@ -107,8 +106,8 @@ def main():
         args = parser.parse_args()
         groups = group_runs(args.runs, finished=True)
         if args.plot:
-            title = f"{setting(next(iter(groups.values()))[0].config)}; last {WINDOW} episodes"
-            draw(groups, recent, ("success", "v_explained_variance"), args.plot, title, "episodes",
+            note = f"; last {WINDOW} episodes"
+            draw(groups, recent, ("success", "v_explained_variance"), args.plot, "episodes", note,
                  args.half)
             print(f"wrote {args.plot}")
         else:

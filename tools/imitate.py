@@ -36,7 +36,7 @@ from envs import AlfWorld
 from machine import cli, runs
 from machine.ranks import AdamW, say, take_step
 from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
-from rollout import DEMONSTRATIONS, PROBE, fitting, rollout
+from rollout import DEMONSTRATIONS, PROBE, rollout
 from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 
 # --------------------------------------------------------------------- a tiny model, made at random
@@ -230,14 +230,14 @@ def samples_of(lm, turns, context, config):
     response holds the label. In `full` the responses hold what was executed, because the
     conversation goes on from there, and only those that follow the label are trained on."""
     episode, samples = envs.known(config.env).episode(*turns[0][:2]), []
-    end = lm.chat.later("-")[0]  # the token that ends a turn
+    end = lm.chat.prompt("-", [None])[0]  # the token that ends a turn
     for n, turn in enumerate(turns):
         if n > 0:
             episode.took(turns[n - 1].executed, turn.obs, turn.info)
         if n == 0 or context == "window":
             samples.append(([], []))
         ids, spans = samples[-1]
-        ids += fitting(lm, episode.prompts(context, config.history), ids, float("inf"))[1]
+        ids += lm.chat.prompt(next(iter(episode.prompts(context, config.history))), ids)
         start = len(ids)
         action = turn.label if context == "window" else turn.executed
         text = f"<think> {turn.thought} </think> <action> {action} </action>"

@@ -21,7 +21,7 @@ import envs
 from eval import SIDE_BY_SIDE, evaluate, local, make_parser, record
 from machine.cli import one_line_errors
 from machine.ranks import join_ranks
-from rollout import EVALUATION, fitting, trajectories, uniforms
+from rollout import EVALUATION, trajectories, uniforms
 
 REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: "
          "{obs}\nCommands that work now: [{commands}].\n\nContinue with your next thought and "
@@ -76,8 +76,8 @@ def reflect(sampler, failed, lessons, rows, seed):
     asked = []
     for n, (turns, episode) in failed.items():
         texts = react(turns, episode, lessons[n], REFLECT)
-        _, ids = fitting(sampler.lm, texts, [], sampler.limit)
-        if ids:
+        fits = (ids for ids in map(sampler.lm.chat.prompt, texts) if len(ids) <= sampler.limit)
+        if ids := next(fits, None):
             asked.append((n, ids, uniforms(seed, n, len(turns), sampler.max_new)))
     while asked or sampler.busy:
         while asked and sampler.busy < rows:
@@ -92,7 +92,7 @@ class Endpoint:
 
     context = "window"
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
-        prompts=lambda texts, before: [list(text) for text in texts]))
+        prompt=lambda text, before=(): list(text)))
 
     def __init__(self, args):
         self.url, self.max_new = args.endpoint, args.max_new
