@@ -33,14 +33,11 @@ from rollout import EVALUATION, Sampler, trajectories
 
 SIDE_BY_SIDE = 128  # games played at once
 TEMPERATURES = {"": 0.4, "_at_1": 1.0}  # by endings of names in eval.json; 0.4 is verl-agent's
-NAMES = {"sapo": "SAPO", "sapo-separate": "SAPO, separate critic", "ppo": "PPO", "grpo": "GRPO",
-         "rloo": "RLOO", "gigpo": "GiGPO", "gigpo-nostd": "GiGPO without std", "empg": "EMPG"}
 
 # ----------------------------------------------------------------------------- games and reports
 
-def attempt(sampler, games, pool, *, seed=0, rows=None, history=2):
-    """Plays {number: game} and yields (number, record) of an episode as soon as it is over. Random
-    numbers depend on seed and number alone, so ranks can share the games."""
+def attempt(sampler, games, pool, *, seed, rows, history):
+    """Plays {number: game} and yields (number, record) of an episode as soon as it is over."""
     over = trajectories(sampler, [*games.values()], pool, trajs=games, seed=(seed, 0, EVALUATION),
                         rows=rows or SIDE_BY_SIDE, history=history)
     for number, turns, episode in tqdm(over, "games", len(games), leave=False, disable=None):
@@ -71,11 +68,10 @@ def spaced(ids, limit):
 
 def report(records, end=""):
     """Success of n games, the mean score, success by category, under names that end so."""
-    of = {c: [r["won"] for r in records if r["category"] == c]
-          for c in sorted({r["category"] for r in records})}
+    kinds = sorted({r["category"] for r in records})
+    won = {kind: mean([r["won"] for r in records if r["category"] == kind]) for kind in kinds}
     return {f"success{end}": mean([r["won"] for r in records]), f"n{end}": len(records),
-            f"score{end}": mean([r["score"] for r in records]),
-            f"success{end}_by_category": {c: mean(won) for c, won in of.items()}}
+            f"score{end}": mean([r["score"] for r in records]), f"success{end}_by_category": won}
 
 
 def play(sampler, ids, pool, settings, attempt=attempt, path=os.devnull):
@@ -97,11 +93,11 @@ def of_run(lm, pool, config, temperatures=TEMPERATURES):
     1 too -> {ending of the names in eval.json: records}."""
     split = envs.known(config.env).held_out[0]
     ids = envs.tasks(config.env, split, **envs.options_for(vars(config)))
+    ids = spaced(ids, config.eval_games)
     out = {}
     for end, temperature in temperatures.items():
         if config.eval_games and (end == "" or config.env == "house"):
-            sampler = sampler_for(lm, config, temperature)
-            out[end] = play(sampler, spaced(ids, config.eval_games), pool, config)
+            out[end] = play(sampler_for(lm, config, temperature), ids, pool, config)
             gc.collect()  # a sampler refers to itself, and would keep its memory
     return out
 
@@ -134,19 +130,17 @@ def group_runs(folders, finished=False):
                 result=read_json(folder / "eval.json"))
             if not (run.result if finished else run.lines):
                 raise ValueError("it is not finished")
-        except (OSError, ValueError) as error:
-            print(f"left out: {folder}: {error}", file=sys.stderr)
-        else:
             label = re.sub(r"-\d+$", "", os.path.relpath(folder, parent))
             groups.setdefault(label, []).append(run)
+        except (OSError, ValueError) as error:
+            print(f"left out: {folder}: {error}", file=sys.stderr)
     if not groups:
         raise ValueError("none of these folders is a run of train.py")
     return groups
 
 
 class Mean(NamedTuple):
-    """A mean over seeds and its standard error, NaN where there is one seed only. It is NaN itself
-    where a seed does not have the number."""
+    """A mean over seeds and its standard error, NaN where there is one seed only."""
 
     mean: float
     error: float
@@ -207,49 +201,11 @@ COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #888888".split
 DASHES, MARKERS = ("-", "--", "-.", ":"), " s^Dv*PX"  # so that a picture can be read in grey too
 
 
-def draw(groups, curve_of, panels, path, xlabel, note="", level=None):
-    """{label: runs} -> a picture at `path` with a panel for each key of metrics.jsonl: of each
-    group the mean over the seeds within a standard error. curve_of(run, key): [(x, y), ...].
-    What is always 0, such as a baseline's V, is not drawn, nor is a V or Q with another target than
-    the first group's. level: a success to mark. Dots are success on held-out games."""
-    if len(groups) > len(COLORS):
-        raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
-    fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
-    axes = fig.subplots(1, len(panels))
-    for ax, key in zip(axes, panels):
-        ax.set(title=PANELS[key], xlabel=xlabel)
-        ax.grid(True, alpha=0.3)
-        if key == "kl":
-            ax.set_yscale("symlog", linthresh=0.01)  # it has rare steps a thousand times larger
-        ax.yaxis.set_major_formatter("{x:g}" if key == "kl" else PercentFormatter(1))
-    configs = [runs[0].config for runs in groups.values()]
-    # the discount of the return that V explains; verl-agent's PPO pays the whole one
-    targets = [1.0 if c.get("algo") == "ppo" else c.get("gamma") for c in configs]
-    for place, (label, runs) in enumerate(groups.items()):
-        color = COLORS[place]
-        for ax, key in zip(axes, panels):
-            # (n, runs, 2), as long as the shortest run
-            points = np.array([*zip(*(curve_of(run, key) for run in runs))])
-            x, y = points[:, 0, 0], points[..., 1]
-            alike = targets[place] == targets[0] or "explained" not in key
-            if alike and (y.any() or key == "success"):
-                mean, error = np.array([Mean.of(row) for row in y]).T
-                ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=MARKERS[place],
-                        markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
-                        label=f"{label}, n = {len(runs)}")
-                ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
-        if xlabel == "iteration":
-            looks = [np.mean(its) for its in zip(*map(held_out, runs))]
-            axes[0].scatter(range(len(looks)), looks, color=color, edgecolor="black", marker="D",
-                            label=None if place else "held-out games, T = 0.4")
-    axes[0].set_ylim(0, None)
-    if level is not None:
-        axes[0].axhline(level, color="black", lw=0.8, ls=":", label=f"{level:.0%}, to be reached")
-    title = ", ".join(sorted({*map(setting, configs)}))
-    fig.suptitle(f"{title}{note}; mean of the seeds ± a standard error", fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=5)
-    fig.savefig(path, dpi=110)
+def over_iterations(run, key):
+    """A number of metrics.jsonl, averaged over five iterations; the KL's median."""
+    values = [line[key] for line in run.lines]
+    average = np.median if key == "kl" else np.mean
+    return [(n + 1, average(values[max(0, n - 2):n + 3])) for n in range(len(values))]
 
 
 def held_out(run):
@@ -260,22 +216,55 @@ def held_out(run):
     return looks
 
 
-def over_iterations(run, key):
-    """A number of metrics.jsonl, averaged over five iterations; the KL's median."""
-    values, average = [line[key] for line in run.lines], np.median if key == "kl" else np.mean
-    return [(n + 1, average(values[max(0, n - 2):n + 3])) for n in range(len(values))]
-
-
-def plot(folders, path):
-    """Curves of training, in a colour for each group of runs."""
-    draw(group_runs(folders), over_iterations, PANELS, path, "iteration")
-
-
 def setting(config):
     """The model, the environment and its size."""
     size = [f"{config.get(k)} {k}" for k in ("places", "objects") if config["env"] == "house"]
     turns = f"{config.get('horizon')} turns"
     return f"{Path(config['model']).name} on {config['env']} ({', '.join([*size, turns])})"
+
+
+def draw(groups, path, curve_of=over_iterations, panels=PANELS, xlabel="iteration", note="",
+         level=None):
+    """{label: runs} -> a picture at `path` with a panel for each key of metrics.jsonl: of each
+    group the mean over the seeds within a standard error. curve_of(run, key): [(x, y), ...].
+    level: a success to mark. Dots are success on held-out games."""
+    if len(groups) > len(COLORS):
+        raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
+    configs = [runs[0].config for runs in groups.values()]
+    # the discount of the return that V and Q explain; verl-agent's PPO pays the whole one
+    targets = [1.0 if c.get("algo") == "ppo" else c.get("gamma") for c in configs]
+    fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
+    axes = fig.subplots(1, len(panels))
+    for ax, key in zip(axes, panels):
+        ax.set(title=PANELS[key], xlabel=xlabel)
+        ax.grid(True, alpha=0.3)
+        if key == "kl":
+            ax.set_yscale("symlog", linthresh=0.01)  # it has rare steps a thousand times larger
+        ax.yaxis.set_major_formatter("{x:g}" if key == "kl" else PercentFormatter(1))
+        for place, (label, runs) in enumerate(groups.items()):
+            color = COLORS[place]
+            # (n, runs, 2), as long as the shortest run
+            points = np.array([*zip(*(curve_of(run, key) for run in runs))])
+            x, y = points[:, 0, 0], points[..., 1]
+            alike = targets[place] == targets[0] or "explained" not in key
+            if alike and (y.any() or key == "success"):  # a baseline's V is always 0
+                mean, error = np.array([Mean.of(row) for row in y]).T
+                ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=MARKERS[place],
+                        markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
+                        label=f"{label}, n = {len(runs)}")
+                ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
+            if key == "success" and xlabel == "iteration":
+                looks = [np.mean(its) for its in zip(*map(held_out, runs))]
+                ax.scatter(range(len(looks)), looks, color=color, edgecolor="black", marker="D",
+                           label=None if place else "held-out games, T = 0.4")
+    axes[0].set_ylim(0, None)
+    if level is not None:
+        axes[0].axhline(level, color="black", lw=0.8, ls=":", label=f"{level:.0%}, to be reached")
+    title = ", ".join(sorted({*map(setting, configs)}))
+    fig.suptitle(f"{title}{note}; mean of the seeds ± a standard error", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=5)
+    fig.savefig(path, dpi=110)
 
 
 # --------------------------------------------------------------------------------- command line
@@ -339,8 +328,7 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
         return
     write_file(answers, "".join(json.dumps(record) + "\n" for record in played))
     last = {record["task"]: record for record in played}.values()  # of several attempts at a game
-    flags = {k: v for k, v in vars(args).items() if k not in ("out", "plot", "table")}
-    result = report(last) | flags
+    result = report(last) | vars(args)
     write_file(out, json.dumps(result, indent=1))
     shares = {"score": result["score"]} | result["success_by_category"]
     rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
@@ -367,9 +355,8 @@ def main():
         if args.table:
             print(paper_table(args.table))
         elif args.plot:
-            out = Path(args.out or "runs/curves.png")
-            out.parent.mkdir(parents=True, exist_ok=True)
-            plot(args.plot, out)
+            out = args.out or Path(args.plot[0]).parent / "curves.png"
+            draw(group_runs(args.plot), out)
             print(f"wrote {out}")
         else:
             evaluate(args, local)

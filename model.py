@@ -16,7 +16,7 @@ import copy
 import functools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,7 +192,6 @@ class ActorCritic:
     def __post_init__(self):
         if all_full(self.model.base_model):
             self.model.set_attn_implementation("grouped")
-        self.attention = self.model.config._attn_implementation
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
@@ -211,17 +210,14 @@ class ActorCritic:
             ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, len(ids) == 1))
         return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
 
-    def value_logits(self, hidden):
-        """(..., D) -> (z+, z-), (..., 2): a product with two rows of the head, in float32, because
+    def readout(self, hidden):
+        """(..., D) -> p in [-1, 1], (...): a product with two rows of the head, in float32, because
         16-bit logits would be rounded before one is subtracted from the other."""
         weight = self.head.weight.index_select(0, self.value_index).float()
-        bias = getattr(self.head, "bias", None)
-        bias = None if bias is None else bias.index_select(0, self.value_index).float()
-        return F.linear(hidden.float(), weight, bias)
-
-    def readout(self, hidden):
-        """(..., D) -> p in [-1, 1], (...)."""
-        return value_readout(self.value_logits(hidden), (0, 1), tau=self.tau_v)
+        bias = self.head.bias
+        if bias is not None:
+            bias = bias.index_select(0, self.value_index).float()
+        return value_readout(F.linear(hidden.float(), weight, bias), (0, 1), tau=self.tau_v)
 
     def score(self, batch):
         """One forward pass -> Scores.
@@ -263,11 +259,10 @@ class Chat:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         try:
-            text = tokenizer.chat_template and self.written(self.USER, self.RESPONSE, self.USER)
-        except Exception as error:  # of a template's own, or of jinja
-            raise ValueError(f"the chat template fails: {error}") from None
-        kept = text and (text.count(self.USER), text.count(self.RESPONSE)) == (2, 1)
-        if not kept or not tokenizer.is_fast:
+            text = self.written(self.USER, self.RESPONSE, self.USER)
+        except Exception as error:  # there is no template, or it fails in a way of its own
+            raise ValueError(f"no chat template, choose an instruct model: {error}") from None
+        if (text.count(self.USER), text.count(self.RESPONSE)) != (2, 1) or not tokenizer.is_fast:
             raise ValueError("no fast tokenizer with a chat template that keeps what the assistant "
                              "says (chat_template.jinja has it): choose an instruct model")
         # what stands around a text: to run the template for every turn would take too long
@@ -297,18 +292,15 @@ class Critic(torch.nn.Module):
 
     def __init__(self, lm):
         super().__init__()
-        self.body = copy.deepcopy(lm.model.base_model)
+        self.lm = replace(lm, model=copy.deepcopy(lm.model))
+        self.body = self.lm.model.base_model  # which is trained
         self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
-        self.trunk = self.body.__call__  # a function, whose weights are not counted once more
-        if lm.compile:
-            from machine.fast import compiled_layers
-            self.trunk = compiled_layers(self.body)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
     def forward(self, batch):
         """Batch -> (M,): V over R_max before each response token."""
-        hidden = self.trunk(input_ids=batch.ids, use_cache=False).last_hidden_state
+        hidden = self.lm.body(batch.ids)
         return self.head(hidden[batch.token_row, batch.token_col - 1].float())[:, 0]
 
 
@@ -334,10 +326,9 @@ def locate(name, env=None):
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
     try:
-        answers = not constants.HF_HUB_OFFLINE and get_session().head(constants.ENDPOINT, timeout=5)
+        get_session().head(constants.ENDPOINT, timeout=5)
     except Exception:  # whatever the network does
-        answers = False
-    constants.HF_HUB_OFFLINE = not answers
+        constants.HF_HUB_OFFLINE = True
     owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
     return f"{owner}/{name}" if owner and "/" not in name else name
 
@@ -349,12 +340,6 @@ def is_tiny(name):
         config.is_file() and json.loads(config.read_text()).get("hidden_size") == 64)
 
 
-def json_in(where, name):
-    """The JSON object in a file of a folder or hub id; {} where there is no such file."""
-    path = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-    return json.loads(Path(path).read_text()) if path else {}
-
-
 def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=None,
          dtype=torch.float32):
     """-> ActorCritic on `device` (default: a GPU, if any). `name`: as `locate` has it; "tiny" is
@@ -362,12 +347,12 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
     with, else 1 and 10. ValueError: what is wrong."""
     where = locate(name, env)
     try:
-        own, ours = json_in(where, "tokenizer_config.json"), json_in(where, "sapo.json")
-        # for some architectures, as Qwen2, AutoTokenizer would replace a folder's own tokenizer
-        complete = own.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        path = cached_file(where, "sapo.json", _raise_exceptions_for_missing_entries=False)
+        ours = json.loads(Path(path).read_text()) if path else {}
+        # AutoTokenizer would replace the tiny model's by that of its architecture, Qwen2
+        tokenizer = (PreTrainedTokenizerFast if ours else AutoTokenizer).from_pretrained(where)
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
-        tokenizer = (PreTrainedTokenizerFast if complete else AutoTokenizer).from_pretrained(where)
     except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if folder_of(name).is_dir() else f"{name}, which is no folder here"
@@ -382,9 +367,8 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0, r_max=10.0):
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
     text uses. ValueError where the model cannot be served."""
-    chat, rows = Chat(tokenizer), len(model.eval().get_output_embeddings().weight)
-    if max(tokenizer.get_vocab().values()) >= rows:
-        raise ValueError(f"the tokenizer has more words than the model has rows, {rows}")
+    chat = Chat(tokenizer)
+    rows = len(model.eval().get_output_embeddings().weight)
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens or not value_ids:
         value_ids = reserve_value_ids(tokenizer, rows, stop_ids, value_tokens)
@@ -403,11 +387,12 @@ def stop_ids_of(model, tokenizer, chat):
 
 def reserve_value_ids(tokenizer, rows, taken, named=None):
     """(w+, w-): the two tokens that are `named`, of which one may be the number of a row; else the
-    last rows of the head past the tokenizer's words; else special tokens that neither the chat
-    template nor `taken` uses, preferably those named reserved or unused. ValueError: none are free.
-    """
+    last rows of the head past the tokenizer's words; else special tokens without a role or a place
+    in the chat template, preferably those named reserved or unused. ValueError: none are free."""
     words, special = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
-    used = {i for i, t in special.items() if t.content in tokenizer.chat_template} | {*taken}
+    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    used = {i for i, token in special.items()
+            if token.content in tokenizer.chat_template or token.content in roles} | {*taken}
     if named:
         ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in named)
         if ids[0] == ids[1] or not all(0 <= i < rows and i not in used for i in ids):
@@ -416,41 +401,37 @@ def reserve_value_ids(tokenizer, rows, taken, named=None):
         return ids
     if rows - max(words.values()) > 2:
         return rows - 2, rows - 1
-    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
-    free = [(not re.search("reserved|unused|extra", t.content), -i) for i, t in special.items()
-            if t.special and i < rows and i not in used and t.content not in roles]
+    free = [i for i, token in special.items() if token.special and i < rows and i not in used]
+    free.sort(key=lambda i: (bool(re.search("reserved|unused|extra", special[i].content)), i))
     if len(free) < 2:
         raise ValueError("no two vocabulary entries are free for w+ and w-; name two tokens no "
                          "text uses: --value_tokens A B")
-    return tuple(-i for _, i in sorted(free)[:2])[::-1]
+    return tuple(free[-2:])
 
 
 @torch.no_grad()
 def readout_at_start(lm, ids):
-    """The logit difference z+ - z- before and after an empty response to a prompt -> (V's, Q's).
-    ValueError where Eq. 1 is flat for both: then neither can be trained."""
+    """ValueError where Eq. 1 is flat for V and Q of an empty response: neither could be trained."""
     end = lm.chat.prompt("-", [None])[:1]  # the end of a turn; V is read before it and Q after it
     hidden = lm.body(torch.tensor([ids + end], device=lm.device))[0, -2:]
-    plus, minus = lm.value_logits(hidden).unbind(-1)
+    plus, minus = (lm.head(hidden).float()[:, i] for i in lm.value_ids)
     v, q = (plus - minus).tolist()
     if min(abs(v), abs(q)) > lm.tau_v:
         raise ValueError(f"the value readouts start saturated: the logits of {lm.value_ids} differ "
                          f"by {v:.2f} and {q:.2f}, and Eq. 1 has no gradient beyond tau_v = "
                          f"{lm.tau_v:g}. Choose two others with --value_tokens A B, or --tau_v "
                          f"above {2 * max(abs(v), abs(q)):.1f}")
-    return v, q
 
 
 @torch.no_grad()
 def check_head(lm):
-    """Refuses a model that changes its logits after the head, which score() applies itself."""
-    ids = torch.tensor([lm.chat.prompt("hello")[:32]], device=lm.device)
-    theirs, ours = lm.model(input_ids=ids).logits.float(), lm.head(lm.body(ids)).float()
-    if not torch.allclose(theirs, ours, atol=1e-2, rtol=1e-2):
-        if not theirs.isfinite().all():
-            raise ValueError("the model's logits are not finite: its weights are damaged")
-        raise ValueError(f"{type(lm.model).__name__} is not supported: it is not causal, or does "
-                         "something to its logits after the head (softcapping or scaling)")
+    """Refuses a model that changes its logits after the head, which score() applies itself. The
+    comparison is exact, because softcapping hardly changes small ones."""
+    ids = torch.tensor([lm.chat.prompt("hello")], device=lm.device)
+    logits = lm.model(input_ids=ids, use_cache=False).logits
+    if not torch.equal(logits.float(), lm.head(lm.body(ids)).float()):
+        raise ValueError(f"{type(lm.model).__name__} is not supported: it does something to its "
+                         "logits after the head (softcapping or scaling), or they are not finite")
 
 
 def main():
@@ -460,12 +441,11 @@ def main():
     with one_line_errors("model.py"), torch.no_grad():
         lm = load(parser.parse_args().model)
         prompt = lm.chat.prompt("You are in a kitchen. Put an apple in the fridge.")
-        response = lm.tokenizer.encode("open fridge 1", add_special_tokens=False) + [lm.stop_ids[0]]
-        ids = prompt + response
+        ids = prompt + lm.tokenizer.encode("open fridge 1", add_special_tokens=False)
         scores = lm.score(make_batch([(ids, [(len(prompt), len(ids))])]).to(lm.device))
-        v, q = lm.r_max * scores.p_v.item(), lm.r_max * scores.p_q.item()
-        print(f"w+, w- = {lm.value_ids}; log-prob of the response {scores.logp.sum():.2f}; V "
-              f"before it {v:.3f}, Q after it {q:.3f}")
+        v, q = (lm.r_max * p.item() for p in scores[2:])
+        print(f"w+, w- = {lm.value_ids}; V {v:.3f} before the response, Q {q:.3f} after it; its "
+              f"log-prob is {scores.logp.sum():.2f}")
 
 
 if __name__ == "__main__":

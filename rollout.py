@@ -12,8 +12,6 @@ the conversation and its cache grow. Shapes: R rows, T tokens, S positions, D wi
 size E that have keys and values of their own.
     python rollout.py [--model NAME]       samples one prompt with both engines
 """
-import types
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,21 +53,17 @@ class Rows:
 
     def __init__(self, layers, hidden, max_new):
         """No row yet; shapes, dtype and device are those of a model's cache layers and states."""
-        def empty(*shape, dtype=torch.float32):
-            return torch.zeros(0, *shape, dtype=dtype, device=hidden.device)
-
-        self.layers = [Layer(x.keys[:0, :, :1].clone(), x.values[:0, :, :1].clone())
-                       for x in layers]
+        self.layers = [Layer(x.keys[:0, :, :1], x.values[:0, :, :1]) for x in layers]
         self.longest = 0  # S
         self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, D) at the last token
-        self.at = empty(dtype=torch.long)  # (R,) the position of the next token
-        self.count = empty(dtype=torch.long)  # (R,) tokens drawn
-        self.going = empty(dtype=torch.bool)  # (R,) of open rows: whether more are to be drawn
+        self.at = hidden.new_zeros(0, dtype=torch.long)  # (R,) the position of the next token
+        self.count = hidden.new_zeros(0, dtype=torch.long)  # (R,) tokens drawn
+        self.going = hidden.new_zeros(0, dtype=torch.bool)  # (R,) whether open rows go on
         # a column for each token, and a last one that serves rows that have ended
-        self.u = empty(max_new + 1)  # the uniform numbers
-        self.tokens = empty(max_new + 1, dtype=torch.long)
-        self.logp = empty(max_new + 1)
-        self.p = empty(2)  # (R, 2) the readouts of V and Q, Eq. 1
+        self.u = hidden.new_zeros(0, max_new + 1, dtype=torch.float32)  # the uniform numbers
+        self.tokens = hidden.new_zeros(0, max_new + 1, dtype=torch.long)
+        self.logp = hidden.new_zeros(0, max_new + 1, dtype=torch.float32)
+        self.p = hidden.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
 
     def grow(self, rows, longest):
         """Makes room for so many rows of that length, and keeps what there is."""
@@ -85,7 +79,7 @@ class Rows:
 
     def copy(self, moves, span):
         """Of each (target, source), row target becomes what row source is, up to position span."""
-        target, source = sent(np.array(moves), self.at.device).T
+        target, source = sent(moves, self.at.device).T
         for layer in self.layers:
             for x in (layer.keys, layer.values):
                 x[target, :, :span] = x[source, :, :span]
@@ -99,9 +93,9 @@ class Rows:
         return 0  # it is asked for where positions are not given, and they always are
 
 
-def sent(array, device):
-    """A numpy array as a tensor on the device, without a wait for what that has yet to do."""
-    x = torch.from_numpy(array)
+def sent(numbers, device):
+    """Numbers of the host as a tensor on the device, without a wait for what that has yet to do."""
+    x = torch.as_tensor(numbers)
     return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
 
 
@@ -133,8 +127,6 @@ class Sampler:
         self.forget()
         if engine == "kv":
             self.set_up(lm.device.type == "cuda", compile)
-        elif engine != "hf":
-            raise ValueError(f"no engine {engine!r}; known: kv, hf")
 
     @property
     def busy(self):
@@ -170,8 +162,8 @@ class Sampler:
         self.added = []
         self.open = 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
-        self.length = []  # tokens in each row's cache; an upper bound while it is decoded
-        self.unread = None  # the last look, where that is read a look later
+        self.length = {}  # name: tokens in its row's cache; an upper bound while it is decoded
+        self.looks = []  # that are not read yet
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
@@ -183,14 +175,11 @@ class Sampler:
         """Encodes what was added, then decodes until a row has ended, for about `steps` at most."""
         if self.added:
             self.prefill()
-        stride = self.ahead or 1
-        for _ in range(0, steps, stride):
-            for _ in range(stride):
+        for _ in range(0, steps, self.stride):
+            for _ in range(self.stride):
                 self.step()
-            seen = self.look()
-            if self.ahead:  # the host reads what was there a look ago, so that it never waits
-                seen, self.unread = self.unread, seen
-            if seen and (ended := self.collect(*seen)):
+            self.looks.append(self.look())
+            if len(self.looks) > self.late and (ended := self.collect(*self.looks.pop(0))):
                 return ended
         return []
 
@@ -210,14 +199,11 @@ class Sampler:
         if name not in self.names:
             if None not in self.names:
                 self.names.append(None)
-                self.length.append(0)
-            i = self.names.index(None)
-            self.names[i] = name
-            self.length[i] = 0
-        i = self.names.index(name)
-        start = self.length[i]
-        self.length[i] = len(sequence)
-        return sequence[start:], i, start, u
+            self.names[self.names.index(None)] = name
+            self.length[name] = 0
+        start = self.length[name]
+        self.length[name] = len(sequence)
+        return sequence[start:], self.names.index(name), start, u
 
     def encode(self, chunk):
         """One forward pass over [(ids, row, start, u)], which fills their rows."""
@@ -226,12 +212,11 @@ class Sampler:
         rows, device = self.rows, self.lm.device
         new, index, start, u = zip(*chunk)
         length = [len(ids) for ids in new]
-        width = max(length)
         span = max(map(sum, zip(start, length))) if any(start) else 0
         _, span = self.bucket(1, span)
-        ids = sent(np.array([x + [0] * (width - len(x)) for x in new]), device)
-        index, start, length = sent(np.array([index, start, length]), device)
-        column = torch.arange(width, device=device)
+        ids = sent(pad_sequence([torch.tensor(x) for x in new], batch_first=True), device)
+        index, start, length = sent([index, start, length], device)
+        column = torch.arange(ids.shape[1], device=device)
         at = torch.where(column < length[:, None], start[:, None] + column, rows.longest)
         hidden = self.forward(ids, at, span, index)
         hidden = hidden[torch.arange(len(chunk), device=device), length - 1]
@@ -244,17 +229,18 @@ class Sampler:
 
     def step(self):
         """Draws one token for every open row."""
-        n, span = self.bucket(self.open, min(max(self.length[:self.open]) + 1, self.rows.longest))
-        self.decoder(n, span)
-        self.length[:self.open] = [length + 1 for length in self.length[:self.open]]
+        for name in self.names[:self.open]:
+            self.length[name] += 1
+        longest = max(self.length[name] for name in self.names[:self.open])
+        self.decoder(*self.bucket(self.open, min(longest, self.rows.longest)))
         self.steps += 1
 
     def decode_one_token(self, n, span):
         """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last.
         Rows that have ended are computed for nothing. The host reads nothing: CUDA graphs."""
-        token = self.draw(n)
+        token = self.draw_tokens(n)
         hidden = self.forward(token[:, None], self.rows.at[:n, None], span)[:, 0]
-        self.note(n, token, hidden)
+        self.note_tokens(n, token, hidden)
 
     def draw_tokens(self, n):
         """Chooses a token for each row and writes it and its log-prob down -> (n,)."""
@@ -296,11 +282,10 @@ class Sampler:
                          **{self.cache_name: cache}).last_hidden_state
 
     def look(self):
-        """-> names and columns of the open rows, copied to the host while the device goes on, and
-        the CUDA event after which they are there, if any."""
+        """-> names and columns of the open rows, and the CUDA event after which they are there."""
         rows, n = self.rows, self.open
         columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
-        columns = [x[:n].to("cpu", non_blocking=True, copy=self.ahead > 0) for x in columns]
+        columns = [x[:n].to("cpu", non_blocking=True, copy=self.late > 0) for x in columns]
         stream = torch.cuda.current_stream(rows.at.device) if rows.at.is_cuda else None
         return self.names[:n], columns, stream and stream.record_event()
 
@@ -315,15 +300,15 @@ class Sampler:
             if goes_on or name is None:
                 continue
             n = count[i].item()
-            said = tokens[i, :n].tolist(), logp[i, :n].tolist(), *value[i].tolist()
-            responses.append((name, Response(*said)))
+            v, q = value[i].tolist()
+            responses.append((name, Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)))
+            self.length[name] = at[i].item()
             row = self.names.index(name)
-            self.length[row] = at[i].item()
             del keep[row]
             if self.context == "window":
                 self.names[row] = None
-            if self.unread:  # it shows this row too
-                self.unread[0][self.unread[0].index(name)] = None
+            for later, *_ in self.looks:  # they show this row too
+                later[later.index(name)] = None
         if responses:
             self.settle([*keep])
         return responses
@@ -335,13 +320,12 @@ class Sampler:
         moves = []
         gaps = sorted(set(range(self.open)) - set(keep))
         for gap, behind in zip(gaps, [i for i in keep if i >= self.open]):
-            for host in (self.names, self.length):
-                host[gap], host[behind] = host[behind], host[gap]
+            self.names[gap], self.names[behind] = self.names[behind], self.names[gap]
             moves.append((gap, behind))
             if self.names[behind] is not None:
                 moves.append((behind, gap))
         if moves:
-            self.rows.copy(moves, max(self.length[target] for target, _ in moves))
+            self.rows.copy(moves, max(self.length[self.names[target]] for target, _ in moves))
 
     def reserve(self, rows, longest):
         """Makes room for so many rows of that length."""
@@ -366,10 +350,10 @@ class Sampler:
     def set_up(self, gpu, compile):
         """Makes rows of the shapes of the model's own cache, and compares what comes out."""
         self.gpu = gpu
-        self.ahead = 4 if gpu else 0  # steps between looks
+        self.stride = 4 if gpu else 1  # steps between looks
+        self.late = 1 if gpu else 0  # the host reads what was there a look ago, and never waits
         self.budget = 16384 if gpu else 2048  # padded tokens of a prefill's forward pass
         self.body = body = self.lm.model.base_model
-        self.draw, self.note = self.draw_tokens, self.note_tokens  # which may be compiled
         self.new_decoder = lambda: self.decode_one_token
         try:
             rope = str(getattr(body.config, "rope_parameters", ""))
@@ -378,8 +362,7 @@ class Sampler:
             theirs = body(input_ids=torch.tensor([[0]], device=self.lm.device), use_cache=True)
             # transformers has had the first name since 5.24
             self.cache_name = "cache" if "cache" in theirs else "past_key_values"
-            layers = theirs[self.cache_name].layers
-            self.rows = Rows(layers, theirs.last_hidden_state, self.max_new)
+            self.rows = Rows(theirs[self.cache_name].layers, theirs.last_hidden_state, self.max_new)
             if gpu or compile:
                 from machine.fast import accelerate
                 accelerate(self, difference, gpu, compile)
@@ -393,8 +376,7 @@ class Sampler:
 # ----------------------------------------- the other engine, and a comparison with the model itself
 
 def generate(sampler):
-    """Responses to all that was added, at once, by Hugging Face's `generate`; V and Q by a scoring
-    pass."""
+    """Responses to all that was added, by Hugging Face's `generate`; V and Q by a scoring pass."""
     lm = sampler.lm
     names, sequences, u = zip(*sampler.added)
     sampler.added = []
@@ -405,22 +387,21 @@ def generate(sampler):
     pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
     def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-        now = u[:, len(drawn)]
-        token, logp = choose(scores, now, lm.value_index, sampler.temperature)
+        token, logp = choose(scores, u[:, len(drawn)], lm.value_index, sampler.temperature)
         drawn.append(logp)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
-    model, settings, attention = lm.model, lm.model.generation_config, lm.attention
+    model = lm.model
+    settings = model.generation_config
+    attention = model.config._attn_implementation
     model.generation_config = GenerationConfig()  # a top-k of its own would change the policy
     model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
-    try:
-        out = model.generate(
-            ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
-            max_new_tokens=sampler.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
-            logits_processor=LogitsProcessorList([draw]))
-    finally:
-        model.generation_config = settings
-        model.config._attn_implementation = attention
+    out = model.generate(
+        ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
+        max_new_tokens=sampler.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
+        logits_processor=LogitsProcessorList([draw]))
+    model.generation_config = settings
+    model.config._attn_implementation = attention
     said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
     samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
     v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
@@ -451,16 +432,15 @@ def difference(sampler):
             before = len(talks[name])
             talks[name] += said.ids
             whole = torch.tensor([talks[name]], device=lm.device)
-            hidden = lm.model.base_model(input_ids=whole, use_cache=False).last_hidden_state
-            hidden = hidden[0, before - 1:]
-            u = torch.full_like(hidden[:-1, 0], 0.5, dtype=torch.float32)
-            logits = lm.head(hidden[:-1]).float()
+            hidden = lm.model.base_model(input_ids=whole, use_cache=False).last_hidden_state[0]
+            logits = lm.head(hidden[before - 1:-1]).float()
+            u = torch.full_like(logits[:, 0], 0.5)
             token, logp = choose(logits, u, lm.value_index, sampler.temperature)
             same = [x == y for x, y in zip(token.tolist(), said.ids)]
             alike += same
             off += [abs(x - y) for x, y, its in zip(logp.tolist(), said.logp, same) if its]
-            v, q = (lm.r_max * lm.readout(hidden[[0, -1]])).tolist()
-            off += [abs(v - said.v) / lm.r_max, abs(q - said.q) / lm.r_max]
+            v, q = lm.readout(hidden[[before - 1, -1]]).tolist()
+            off += [abs(v - said.v / lm.r_max), abs(q - said.q / lm.r_max)]
     sampler.is_stop.copy_(stops)
     sampler.forget()
     sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
@@ -510,21 +490,16 @@ def uniforms(seed, traj, turn, n):
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-@types.coroutine
-def answer_to(ask, *args):
-    """Asks the game or the model, and waits for the answer, which `trajectories` sends."""
-    ask(*args)
-    return (yield)
-
-
-async def one_trajectory(traj, task, sampler, pool, seed, show):
-    """Plays one game -> (its turns, its episode). At each answer_to it stops until the game's or
-    the model's answer is sent."""
+def one_trajectory(traj, task, sampler, pool, seed, show):
+    """Plays one game -> (its turns, its episode). At each `yield` it waits for the answer of the
+    game or the model that it has asked, which `trajectories` sends."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     lm = sampler.lm
     turns = []
     before = []  # in `full`, the ids of the conversation so far
-    episode = pool.env.episode(*await answer_to(pool.start, traj, task))
+    pool.start(traj, task)
+    obs, info = yield
+    episode = pool.env.episode(obs, info)
     while not (turns and turns[-1].done):
         for prompt in show(traj, turns, episode):  # from the longest to the shortest
             ids = lm.chat.prompt(prompt, before)
@@ -536,13 +511,15 @@ async def one_trajectory(traj, task, sampler, pool, seed, show):
             pool.drop(traj)  # which forgets by itself the games that are over
             break
         u = uniforms(seed, traj, len(turns), sampler.max_new)
-        response = await answer_to(sampler.add, traj, before + ids, u)
+        sampler.add(traj, before + ids, u)
+        response = yield
         text = lm.text(response.ids)
         action, valid = parse_action(text, pool.env.fallback)
-        obs, reward, terminated, truncated, info = await answer_to(pool.step, traj, action)
+        pool.step(traj, action)
+        obs, reward, terminated, truncated, info = yield
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
-            logp=response.logp, v=response.v, q=response.q, reward=float(reward),
+            logp=response.logp, v=response.v, q=response.q, reward=reward,
             done=terminated or truncated, truncated=truncated, invalid=not valid,
             admissible=episode.accepts(action), won=info["won"], score=info["score"],
             category=info["category"], prompt=prompt, text=text, action=action, obs=episode.obs))
@@ -553,36 +530,34 @@ async def one_trajectory(traj, task, sampler, pool, seed, show):
     return turns, episode
 
 
-def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2,
-                 show=None):
+def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2, show=None):
     """Plays every task once, `rows` side by side (default: all), and yields (traj, turns, episode)
     of each as soon as it is over. `trajs` names them (default 0, 1, ...) and decides, with `seed`,
     the random numbers. show(traj, turns, episode) may give other prompts than the game's. An
     episode whose next prompt does not fit ends as truncated, without a turn if it was the first.
 
-    A game's answer is taken ANSWER_STEPS decoding steps after it was asked, or when more games
-    compute than rows are decoded, and waited for if need be: not the clock decides what is decoded
-    together, and with the same weights a rollout repeats to the last bit."""
+    A game's answer is waited for ANSWER_STEPS decoding steps after it was asked, or when more games
+    compute than rows are decoded: so the clock does not decide what is decoded together, and with
+    the same weights a rollout repeats to the last bit."""
     show = show or (lambda traj, turns, episode: episode.prompts(sampler.context, history))
-    waiting = deque(zip(range(len(tasks)) if trajs is None else trajs, tasks))
-    playing = {}  # trajectory: its coroutine
-    asked = deque()  # (trajectory whose game computes, the step it was asked at), oldest first
+    waiting = [*zip(range(len(tasks)) if trajs is None else trajs, tasks)]
+    playing = {}  # trajectory: its generator
+    asked = []  # (trajectory whose game computes, the step it was asked at), oldest first
     sampler.forget()
     while waiting or playing:
         while waiting and len(playing) < (rows or len(tasks)):
-            traj, task = waiting.popleft()
+            traj, task = waiting.pop(0)
             playing[traj] = one_trajectory(traj, task, sampler, pool, seed, show)
             playing[traj].send(None)  # it starts its game
             asked.append((traj, sampler.steps))
-        pool.load([task for _, task in list(waiting)[:16]])  # in the background
+        pool.load([task for _, task in waiting[:16]])  # in the background
         steps = asked[0][1] + ANSWER_STEPS - sampler.steps if asked else None
         for traj, response in sampler.run(steps):
             playing[traj].send(response)  # it acts
             asked.append((traj, sampler.steps))
-        most_compute = len(asked) > sampler.busy
-        due = []
-        while asked and (most_compute or asked[0][1] + ANSWER_STEPS <= sampler.steps):
-            due.append(asked.popleft()[0])
+        due = [traj for traj, step in asked
+               if len(asked) > sampler.busy or step + ANSWER_STEPS <= sampler.steps]
+        asked = asked[len(due):]
         for traj, answer in zip(due, pool.gather(due)):
             try:
                 playing[traj].send(answer)  # it asks the model

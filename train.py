@@ -13,8 +13,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -66,9 +64,8 @@ class Learner:
         self.failed = 0  # how many of the latest steps in a row were not finite
 
     def learn(self, turns, iteration):
-        """Lines 3 to 7 of Algorithm 1 on an iteration's turns -> its numbers for metrics.jsonl. The
-        clock books what came before as the rollout."""
-        self.clock.lap("rollout")
+        """Lines 3 to 7 of Algorithm 1 on an iteration's turns -> its numbers for metrics.jsonl."""
+        self.clock.lap("rollout")  # is what came before
         played, batches = pack(turns, self.config, iteration, self.lm.device)
         old, sampler_off = score_old(self.lm, played, batches, self.config)  # line 3
         self.clock.lap("old")
@@ -103,8 +100,7 @@ class Learner:
             c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
     def step(self, mini, old, ref, targets, iteration):
-        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers.
-        ValueError after PATIENCE steps in a row that were not finite."""
+        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers."""
         c = self.config
         sizes = from_ranks([(len(micro.batch.turn_of), len(micro.batch.start)) for micro in mini])
         n_tokens, n_turns = map(sum, zip(*sizes))
@@ -206,21 +202,17 @@ def pack(turns, config, iteration, device):
     of nearly equal size, fewer where a sample is longer -> Played, and of each mini-batch this
     rank's micro-batches, if any."""
     mine = {(s[2][0].traj, s[2][0].turn): s for s in make_samples(turns, config.context)}
-    sizes = sorted(from_ranks([(key, len(sample[2])) for key, sample in mine.items()]))
-    order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(sizes))
-    total = sum(n for _, n in sizes)
-    parts = -(-total // config.mini_batch)  # equal ones, because a small last step is noisy
-    plan = {}
-    filled = 0
-    for key, n in (sizes[i] for i in order):
-        plan.setdefault(filled * parts // total, []).append(key)  # the part it begins in
-        filled += n
+    keys, sizes = zip(*sorted(from_ranks([(key, len(its[2])) for key, its in mine.items()])))
+    order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
+    sizes = np.array(sizes)[order]
+    parts = -(-sizes.sum() // config.mini_batch)  # equal ones, because a small last step is noisy
+    part = (sizes.cumsum() - sizes) * parts // sizes.sum()  # the one that each sample begins in
     batches = []
     ordered = []  # turns
     m = 0  # tokens so far
-    for keys in plan.values():
+    for number in np.unique(part):
         batches.append([])
-        samples = [mine[key] for key in keys if key in mine]
+        samples = [mine[keys[i]] for i in order[part == number] if keys[i] in mine]
         for alike in micro_batches(samples, config.tokens_per_micro_batch):
             batch = make_batch([sample[:2] for sample in alike]).to(device)
             tokens = slice(m, m + len(batch.turn_of))
@@ -299,6 +291,8 @@ class Run:
                 if leave and done < config.iterations:
                     say(f"{done} iterations are saved; --resume --out {config.out} goes on")
                     raise KeyboardInterrupt
+        if self.wandb:
+            self.wandb.finish()
 
     def games(self, iteration):
         """This rank's tasks of an iteration, --group_size times each; none after the last one.
@@ -341,7 +335,7 @@ class Run:
             metrics[key] = sum(from_ranks([getattr(sampler, key)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
             metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config)
-        say(f"{evaluation.NAMES[config.algo]}, {iteration + 1} of {config.iterations}: success "
+        say(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
             f"{metrics['success']:.0%}, admissible {metrics['admissible_actions']:.0%}, V explains "
             f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
         if rank() > 0:
@@ -378,7 +372,10 @@ def write_transcript(turns, path):
 
 # --------------------------------------------------------------------------------------- settings
 
-@dataclass(frozen=True)
+ALGOS = ("sapo", "sapo-separate", "ppo", "grpo", "rloo", "gigpo", "gigpo-nostd", "empg")
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The paper's settings, else verl-agent's, else ours. A comment is its flag's --help."""
 
@@ -388,7 +385,7 @@ class Config:
     out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: int = 0  # random seed
     iterations: int = 150  # of rollout and update; more of them stretch --lr_end's line
-    algo: Literal[tuple(evaluation.NAMES)] = "sapo"  # the method
+    algo: Literal[ALGOS] = "sapo"  # the method
     tasks: int = 128  # |B|: trajectories an iteration, of which --group_size share a task
     group_size: int = None  # trajectories of a task; default 8 for what compares them, else 1
     context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
@@ -445,13 +442,12 @@ MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wand
 
 
 def parse_config(argv=None):
-    """Flags -> Config. A flag beats the presets, which beat the defaults; a resumed run has its own
-    settings and refuses other flags but MAY_CHANGE."""
+    """Flags -> Config. A resumed run keeps its settings and refuses flags other than MAY_CHANGE."""
     given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
     usual = vars(Config()) | defaults_for(asked)
-    out = os.path.normpath(asked.out or f"runs/{runs.name_of(given, usual, MAY_CHANGE)}")
-    if asked.resume and (os.path.isfile(f"{out}/config.json") or given.keys() <= {"resume", "out"}):
+    out = str(Path(asked.out or f"runs/{runs.name_of(given, usual, MAY_CHANGE)}"))
+    if asked.resume and (Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}):
         stored = {k: v for k, v in runs.settings_of(out).items() if hasattr(asked, k)}
     config = Config(**usual | stored | given | {"out": out})
     other = [f"--{k} is {v} there" for k, v in stored.items()
@@ -514,8 +510,7 @@ def load_start(config, pool):
 
 
 def fitted(lm, config):
-    """-> lm as --compile and --checkpointing want it. Activations are recomputed in the backward
-    pass of training mode alone."""
+    """-> lm as --compile and --checkpointing want it."""
     if config.checkpointing:
         # transformers 6 will know the first name alone, as 5.17 knows the second
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
@@ -541,17 +536,13 @@ def run(config):
         before = runs.read_json(f"{out}/before.json") or evaluation.of_run(lm, pool, config)
         if rank() == 0:
             runs.write_file(f"{out}/before.json", json.dumps(before))
-        for end, records in before.items():
-            say(f"before training: success {evaluation.report(records)['success']:.1%} on "
-                f"{len(records)} held-out games at T = {evaluation.TEMPERATURES[end]:g}")
         train(lm, pool, config, checkpoint)
         after = evaluation.of_run(lm, pool, config)
         runs.write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
         if rank() == 0:
             print(evaluation.write_of_run(before, after, config))
-            evaluation.plot([out], f"{out}/curves.png")
-            print(f"wrote {out}, with {runs.peak_memory():.2f} GB of memory; next: python eval.py "
-                  f"--model {out}")
+            evaluation.draw(evaluation.group_runs([out]), f"{out}/curves.png")
+            print(f"wrote {out}; next: python eval.py --model {out}")
         barrier()  # a rank that leaves early would pull the others down
 
 
@@ -579,8 +570,7 @@ class Grouped(PolicyLearner):
         rows = zip(played.turns, played.reward.tolist(), entropy.tolist())
         rows = from_ranks([(rank(), t.traj, t.turn, t.obs, r, h) for t, r, h in rows])
         owner, traj, turn, obs, reward, entropy = zip(*rows)
-        number = {text: i for i, text in enumerate(dict.fromkeys(obs))}  # of an observation
-        state = [number[text] for text in obs]
+        state = np.unique(obs, return_inverse=True)[1]  # a number for each observation
         adv = self.estimate(*map(torch.tensor, (traj, turn, state, reward, entropy)))
         mine = adv[torch.tensor(owner) == rank()].to(zeros) - c.c_inv * played.invalid
         returns = discounted_returns(played.traj, played.turn, played.reward, gamma=c.gamma)
@@ -601,8 +591,7 @@ class Grouped(PolicyLearner):
 
 
 class SeparateCritic(PolicyLearner):
-    """SAPO's turn-level targets with V from a second model and no Q: what the shared model is
-    compared with."""
+    """SAPO's turn-level targets with V from a second model and no Q."""
 
     axis = "turns"  # of the values that are learned
 

@@ -132,10 +132,10 @@ class Captured:
 def accelerate(sampler, difference, gpu, compile):
     """Has a rollout.Sampler compute in the fastest way whose answers do not differ, which
     difference(sampler) says in words."""
-    parts = sampler.body, sampler.draw, sampler.note
+    parts = sampler.body, sampler.draw_tokens, sampler.note_tokens
     ways = dict.fromkeys([(gpu, compile), (gpu, False), (False, compile), (False, False)])
     for captured, compiles in ways:
-        sampler.body, sampler.draw, sampler.note = parts if not compiles else (
+        sampler.body, sampler.draw_tokens, sampler.note_tokens = parts if not compiles else (
             compiled_layers(parts[0]), compiled(parts[1]), compiled(parts[2]))
         sampler.new_decoder = lambda: sampler.decode_one_token
         if captured:

@@ -107,7 +107,7 @@ def main():
         groups = group_runs(args.runs, finished=True)
         if args.plot:
             note = f"; last {WINDOW} episodes"
-            draw(groups, recent, ("success", "v_explained_variance"), args.plot, "episodes", note,
+            draw(groups, args.plot, recent, ("success", "v_explained_variance"), "episodes", note,
                  args.half)
             print(f"wrote {args.plot}")
         else:
