@@ -14,8 +14,7 @@ winning step pays REWARD, every other step 0. An action the environment cannot u
 - `webshop` is WebShop's text environment (worlds/webshop.py), on the catalogue in $WEBSHOP_DATA.
 
 The prompts say what those of the GiGPO paper's framework say (verl-agent 796ed31), in our words.
-The file reads from prompts to environments to the worker pool, and does without torch, so that
-workers start quickly.
+Workers start quickly, because nothing here needs torch.
     python envs.py [--env alfworld|webshop --data DIR]                  play an episode yourself
 """
 import argparse
@@ -49,7 +48,8 @@ SHELVES = {"beauty": "Beauty", "electronics": "Electronics", "fashion": "Fashion
 
 # ------------------------------------------------------------------------- prompts and actions
 
-ROLE = "You live in a text world and solve one household task in it by typing commands."
+ROLE = "You live in a text world and solve one task in it by typing commands."
+HOUSEHOLD = ROLE.replace("one task", "one household task")
 ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, "
           "and nothing else, inside <action> </action>.")
 FIRST = "{role}\n{obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
@@ -70,13 +70,14 @@ def quoted(commands):
 class Episode:
     """What the agent has seen of one game, and the two ways of showing it to the model."""
 
-    role, first, later, full_first, full_later = ROLE, FIRST, LATER, FULL_FIRST, FULL_LATER
+    first, later = FIRST, LATER
+    full_first = FIRST + " Answer every later message in the same way."
+    full_later = "{obs}\n\nCommands that work now: [{commands}]."
+    works_always = ()  # beginnings of commands that --context full lists once
 
-    def __init__(self, obs, info):
-        self.obs, self.info, self.history = obs, info, []
-        # These work in every turn; going to where one stands does nothing.
-        self.always = [c for c in info["admissible"]
-                       if c.startswith("go to ") or c in ("inventory", "look")]
+    def __init__(self, obs, info, role=ROLE):
+        self.obs, self.info, self.role, self.history = obs, info, role, []
+        self.always = [c for c in info["admissible"] if c.startswith(self.works_always)]
 
     def took(self, action, obs, info):
         """Moves on by one turn: `action` was answered by `obs` and `info`."""
@@ -117,12 +118,14 @@ class Episode:
         return (self.full_later if self.history else self.full_first).format(**now)
 
 
+class Household(Episode):
+    full_first, full_later = FULL_FIRST, FULL_LATER
+    works_always = "go to ", "inventory", "look"  # going to where one stands does nothing
+
+
 class ShopEpisode(Episode):
     """The same for the shop. Its pages repeat the task, which is therefore cut out of them."""
 
-    role = ("You shop in an online store by typing commands: search[words of your own] looks "
-            "through its catalogue, click[...] follows a link or a button or chooses an option. "
-            "Find a product that is all that is asked for, choose its options, and buy it.")
     first = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: "
              "[{commands}].\n\n{answer}")
     later = LATER.replace("Commands that work now", "Commands on this page")
@@ -163,14 +166,16 @@ class Env:
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
     with info as above, rewards that sum to within +-r_max, and truncated on turn `horizon`. The
-    first obs says what the task is. Commands are in lower case, as actions are. tools/imitate.py
-    also needs advice(forgetful) -> (thought, command), as of a demonstrator. Override the rest."""
+    first obs says what the task is. Commands are in lower case, as actions are. An object plays
+    many games, so reset sets all of it. tools/imitate.py also needs advice(forgetful) -> (thought,
+    command) or None, as of a demonstrator. Override the rest."""
 
     flags = ("horizon",)  # which of train.py's settings its constructor takes
     horizon = 50  # turns an episode may take; the last one's step says truncated
     held_out = "test", 100  # the split and number of games of an evaluation
     categories = {}  # {info's category: column} of an evaluation
-    episode = Episode  # the prompts, which speak of a household; inherit them for other words
+    role = ROLE  # the sentence that a prompt begins with
+    episode_class = Episode  # how a game is shown, and which actions count as admissible
     max_prompt = 2048  # tokens a prompt may take
     fallback = 30  # characters taken as the action if the response has no tags
     graded = False  # whether info's score can lie between 0 and 1
@@ -178,8 +183,11 @@ class Env:
     def __init__(self, horizon=None):
         self.horizon = self.horizon if horizon is None else horizon
 
+    @classmethod
+    def episode(cls, obs, info):
+        return cls.episode_class(obs, info, cls.role)
+
     def expert(self):
-        """Commands that win from here, or None."""
         return None
 
 
@@ -222,6 +230,7 @@ class House(Seeker, Env):
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES
+    role, episode_class = HOUSEHOLD, Household
 
     def __init__(self, places=5, objects=4, horizon=None):
         super().__init__(horizon)
@@ -401,7 +410,8 @@ class AlfWorld(Env):
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
     the engine's own."""
 
-    flags, held_out, categories = ("data", "horizon"), ("valid_seen", 140), CATEGORIES
+    flags, held_out = ("data", "horizon"), ("valid_seen", 140)
+    categories, role, episode_class = CATEGORIES, HOUSEHOLD, Household
     CHANGES = set("go open close take move clean heat cool use slice".split())  # others only look
 
     def __init__(self, data=None, horizon=None):
@@ -446,10 +456,13 @@ class WebShop(Env):
     original's order. score is the original's reward of the step, and the step that buys at a score
     of exactly 1 pays REWARD. results/README.md has the departures."""
 
+    role = ("You shop in an online store by typing commands: search[words of your own] looks "
+            "through its catalogue, click[...] follows a link or a button or chooses an option. "
+            "Find a product that is all that is asked for, choose its options, and buy it.")
     goals = "synthetic"  # who wrote what is asked for
     flags, horizon, graded = ("data", "horizon"), 15, True
     fallback, max_prompt = 20, 4096  # its pages are long
-    held_out, categories, episode = ("test", 500), SHELVES, ShopEpisode
+    held_out, categories, episode_class = ("test", 500), SHELVES, ShopEpisode
 
     def __init__(self, data=None, horizon=None):
         super().__init__(horizon)
@@ -480,7 +493,6 @@ class WebShop(Env):
         return self.shop.expert()
 
     def advice(self, forgetful=False):
-        """What tools/imitate.py asks for: (no thought, the expert's next command), or None."""
         plan = self.expert()
         return ("", plan[0]) if plan else None
 
@@ -507,21 +519,19 @@ def known(name):
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, and your own as "
-                         "MODULE:CLASS") from error
+                         f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment inherits envs.Env")
     return found
 
 
 def make_env(name, **options):
-    """house: places, objects, horizon. alfworld, webshop, webshop-human: data, horizon.
-    ValueError, TypeError and FileNotFoundError say what is wrong with an option."""
+    """options: those of `flags`. Errors say what is wrong with one."""
     return known(name)(**options)
 
 
 def tasks(name, split, **options):
-    """The sorted task ids of a split: train or test of house; train, valid_seen or valid_unseen of
-    alfworld; train, valid, test, test_500, eval_1000 or train_rest of webshop."""
+    """The sorted task ids of a split. ValueError names the splits that there are."""
     ids = make_env(name, **options).tasks(split)
     if not len(ids):
         raise ValueError(f"--env {name} has no tasks in the split {split!r}")
@@ -548,6 +558,8 @@ class GameError(RuntimeError):
 
 def checked(info):
     """What an environment says of a turn; NumPy's types would not become JSON."""
+    if wrong := [c for c in info["admissible"] if str(c) != str(c).strip().lower()]:
+        raise ValueError(f"commands are not in lower case: {wrong[:3]}")
     return {"admissible": [str(command) for command in info["admissible"]],
             "task": str(info["task"]), "category": info["category"], "won": bool(info["won"]),
             "score": float(info["score"])}

@@ -15,6 +15,7 @@ sequences, T tokens, M response tokens, N turns, W words, D width. `# SAPO:` mar
 import copy
 import functools
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer,
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer,
                           PreTrainedTokenizerFast)
 from transformers.utils import cached_file
 
@@ -306,6 +307,9 @@ class Critic(torch.nn.Module):
 
 # --------------------------------------------------------------------------------------- loading
 
+# Parameters from which on more threads pay on a CPU. Two, at 0.3 M and 10 M: a forward and backward
+# pass takes 0.65 and 0.51 of one thread's time; beside a busy process, 4.8 and 2.2 times of it.
+THREADS_PAY = 10 ** 7
 RESULTS = Path(__file__).resolve().parent / "results"
 OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",
           "Mistral": "mistralai"}
@@ -341,16 +345,22 @@ def is_tiny(name):
 
 
 def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=None,
-         dtype=torch.float32):
+         dtype=torch.float32, prompt="", max_new=0):
     """-> ActorCritic on `device` (default: a GPU, if any). `name`: as `locate` has it; "tiny" is
     another model in the `env` alfworld. tau_v and r_max default to those the folder was trained
-    with, else 1 and 10. ValueError: what is wrong."""
+    with, else 1 and 10. ValueError: what is wrong, such as no room for a prompt and a response of
+    max_new tokens, which is known before the weights are read."""
     where = locate(name, env)
     try:
         path = cached_file(where, "sapo.json", _raise_exceptions_for_missing_entries=False)
         ours = json.loads(Path(path).read_text()) if path else {}
         # AutoTokenizer would replace the tiny model's by that of its architecture, Qwen2
         tokenizer = (PreTrainedTokenizerFast if ours else AutoTokenizer).from_pretrained(where)
+        length = getattr(AutoConfig.from_pretrained(where), "max_position_embeddings", None)
+        needed = len(tokenizer(prompt).input_ids) + max_new
+        if length and needed > length:
+            raise ValueError(f"--max_new {max_new} leaves no room for a prompt: together they need "
+                             f"{needed} tokens or more, and it has {length}")
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
     except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
@@ -367,6 +377,10 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0, r_max=10.0):
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
     text uses. ValueError where the model cannot be served."""
+    if "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < THREADS_PAY:
+        torch.set_num_threads(1)
+    if model.base_model is model:
+        raise ValueError(f"{type(model).__name__} is not supported: its body has no name")
     chat = Chat(tokenizer)
     rows = len(model.eval().get_output_embeddings().weight)
     stop_ids = stop_ids_of(model, tokenizer, chat)

@@ -135,8 +135,9 @@ class Sampler:
 
     def add(self, name, sequence, u):
         """Queues a list of ids under a name (not None) that is not busy; u: max_new uniforms."""
-        if not 0 < len(sequence) <= self.limit:
-            raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
+        if not 0 < len(sequence) <= self.limit or len(u) != self.max_new:
+            raise ValueError(f"a sequence of {len(sequence)} tokens and {len(u)} uniforms, where 1 "
+                             f"to {self.limit} and {self.max_new} are due")
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
 
     @torch.no_grad()
@@ -358,7 +359,8 @@ class Sampler:
         try:
             rope = str(getattr(body.config, "rope_parameters", ""))
             if not all_full(body) or "'dynamic'" in rope or "'longrope'" in rope:
-                raise ValueError("some layers have sliding windows, or positions depend on length")
+                raise ValueError("not every layer attends to all that came before, or positions "
+                                 "depend on length")
             theirs = body(input_ids=torch.tensor([[0]], device=self.lm.device), use_cache=True)
             # transformers has had the first name since 5.24
             self.cache_name = "cache" if "cache" in theirs else "past_key_values"
@@ -368,9 +370,10 @@ class Sampler:
                 accelerate(self, difference, gpu, compile)
             elif why := difference(self):
                 raise ValueError(why)
-        except (ValueError, AttributeError, TypeError, IndexError) as error:
+        except (ValueError, AttributeError, TypeError, LookupError) as error:
+            why = "" if isinstance(error, ValueError) else "it needs a cache of its own, "
             raise ValueError(f"the kv engine cannot serve {type(self.lm.model).__name__}, use "
-                             f"--engine hf: {error}") from None
+                             f"--engine hf: {why}{error}") from None
 
 
 # ----------------------------------------- the other engine, and a comparison with the model itself
@@ -483,6 +486,7 @@ class Turn:
     action: str
     outgrown: bool = False  # the episode ended because the next prompt would not fit
     obs: str = ""  # the observation it answers, as the environment gave it
+    advantage: float = float("nan")  # Eq. 7, once it is known
 
 
 def uniforms(seed, traj, turn, n):

@@ -46,7 +46,7 @@ import model as model_module
 import rollout as rollout_module
 import sapo
 import train
-from envs import Episode, Pool, make_env, parse_action, tasks
+from envs import Pool, make_env, parse_action, tasks
 from model import (actor_critic, entropy, load, make_batch, readout_at_start, reserve_value_ids,
                    restricted_log_softmax, value_readout)
 from rollout import Sampler, choose, rollout
@@ -54,6 +54,7 @@ from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_l
                   value_loss)
 from train import make_samples
 from machine import fast, ranks
+from machine.page import episode_page
 from machine.test_runs import checkpoints
 from tools.imitate import random_tiny
 from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
@@ -759,7 +760,7 @@ def conversation(turns):
         attic = ["go to attic 1"] if i > 0 else []
         return {"task": "put a mug in desk.", "admissible": [
             "go to bed 1", "go to desk 1", "help", "look", f"touch {i}"] + attic}
-    episode = Episode("\nYou wake up.\n\nYour task is to: put a mug in desk.\n", info(0))
+    episode = envs.Household("\nYou wake up.\n\nYour task is to: put a mug in desk.\n", info(0))
     for i in range(1, turns + 1):
         text = f"<think> secret {i} </think> <action> Dance {{obs}} {i} </action>"
         action, _ = parse_action(text, 30)
@@ -969,7 +970,7 @@ def test_shop_prompts(shop_data):
 
 # ------------------------------------------------------------------------------ model and rollout
 
-def random_model(architecture, seed=0, layers=2):
+def random_model(architecture, seed=0, layers=2, **more):
     """A random model of an architecture behind the tiny tokenizer. Its weights are wide enough to
     make choices sharp, and many words end a response, so that responses end at different times."""
     base = random_tiny()
@@ -979,7 +980,7 @@ def random_model(architecture, seed=0, layers=2):
                   initializer_range=0.3, eos_token_id=base.tokenizer.eos_token_id,
                   pad_token_id=0, bos_token_id=None)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config),
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config | more),
                                              dtype=torch.float32).eval()
     lm = actor_critic(model, base.tokenizer, tau_v=20.0)
     assert lm.value_ids == base.value_ids
@@ -1026,6 +1027,42 @@ def test_kv_and_hf_play_the_same_games_and_agree_with_the_scoring_forward(archit
             torch.testing.assert_close(
                 values_of(turns), lm.r_max * torch.stack([scores.p_v, scores.p_q], 1), atol=1e-4,
                 rtol=0)
+
+
+OTHERS_SAY = {  # architecture: (its configuration, what kv says, what both engines say)
+    "deepseek_v3": (dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                         v_head_dim=8, n_group=1, topk_group=1, num_key_value_heads=4), "", ""),
+    "gemma3_text": ({}, "not every layer attends", ""),
+    "mamba": ({}, "not every layer attends", ""),
+    "qwen3_next": (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                        shared_expert_intermediate_size=16, linear_key_head_dim=8,
+                        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+                        layer_types=["linear_attention", "full_attention"]),
+                   "not every layer attends", ""),
+    "mpt": (dict(d_model=32, n_heads=4, n_layers=2), "a cache of its own", ""),
+    "bloom": (dict(n_layer=2, n_head=4), "a cache of its own", ""),
+    "gemma2": ({}, "", "softcapping or scaling"),
+    "granite": ({"logits_scaling": 8.0}, "", "softcapping or scaling"),
+    "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64), "", "has no name")}
+
+
+@pytest.mark.parametrize("architecture", OTHERS_SAY)
+def test_other_architectures_are_served_by_kv_or_hf_or_refused_with_a_reason(architecture):
+    config, kv_says, both_say = OTHERS_SAY[architecture]
+    if both_say:
+        with pytest.raises(ValueError, match=both_say):
+            random_model(architecture, 1, **config)
+        return
+    lm = random_model(architecture, 1, **config)
+    if kv_says:
+        with pytest.raises(ValueError, match=f"use --engine hf: .*{kv_says}"):
+            Sampler(lm)
+    for engine in ["kv", "hf"][bool(kv_says):]:
+        turns, _ = play(lm, engine, "window", 1.0, games=GAMES[:2], horizon=2)
+        scores = lm.score(make_batch([sample[:2] for sample in make_samples(turns, "window")]))
+        sampled = torch.tensor([x for turn in turns for x in turn.logp])
+        torch.testing.assert_close(sampled, scores.logp.detach(), atol=1e-3, rtol=0)
 
 
 def kill_now_and_then(pool, when):
@@ -1391,7 +1428,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
     for t in turns:
         if t.turn == 0:
             obs, info = env.reset(t.task)
-            episode = Episode(obs, info)
+            episode = envs.House.episode(obs, info)
         assert t.prompt == episode.window_prompt(history) and t.obs == obs
         action, valid = parse_action(t.text, env.fallback)
         assert (t.action, t.invalid) == (action, not valid)
@@ -1463,26 +1500,8 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
                             ("Qwen2.5-1.5B-Instruct", "cannot load")):
         with pytest.raises(ValueError, match=complaint):
             load(name)
-    lm = random_model("qwen2", 1)
-    lm.model.config.layer_types = ["full_attention", "sliding_attention"]
-    for lm, says in ((lm, "Qwen2ForCausalLM, use --engine hf: .*sliding"),
-                     (odd_model(), "tokens are right; off by")):
-        with pytest.raises(ValueError, match=says):
-            Sampler(lm)
-
-
-def test_a_head_that_changes_its_logits_is_refused():
-    lm = random_model("qwen2", 1)
-    forward = lm.model.forward
-
-    def capped(*args, **kwargs):
-        out = forward(*args, **kwargs)
-        out.logits = 0.5 * torch.tanh(out.logits)
-        return out
-
-    lm.model.forward = capped
-    with pytest.raises(ValueError, match="softcapping or scaling"):
-        actor_critic(lm.model, lm.tokenizer)
+    with pytest.raises(ValueError, match="tokens are right; off by"):
+        Sampler(odd_model())
 
 
 # ---------------------------------------------------------------------------------------- train
@@ -1690,7 +1709,7 @@ def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
     bad = case._replace(targets=case.targets._replace(adv=adv))
     skipped = [its.step(n)["skipped"] for its, n in [(bad, 0)] * 4 + [(case, 1)] + [(bad, 0)] * 4]
     assert skipped == [1] * 4 + [0] + [1] * 4
-    with pytest.raises(ValueError, match="5 steps in a row were not finite; lower --lr"):
+    with pytest.raises(ValueError, match="5 steps in a row were not finite; go on from.*lower --lr"):
         bad.step()
     assert case.learner.optimizers[""].step.call_count == 2
 
@@ -1863,7 +1882,8 @@ def check_run(folder, iterations=2):
         "success", "tokens_encoded", "loss_policy", "loss_v", "kl", "v_explained_variance",
         "grad_norm", "time_env", "time_rollout", "time_old", "time_ref", "time_update"))
     assert 0 <= json.loads((folder / "eval.json").read_text())["success_before"] <= 1
-    assert ">>>" in (folder / "transcripts" / "0000.txt").read_text()
+    page = (folder / "transcripts" / "0001.html").read_text()
+    assert page.count("<section>") >= 1 and "V, before the response" in page
     assert (folder / "curves.png").stat().st_size > 5000
     assert [p.name for p in folder.glob("checkpoint*")] == [f"checkpoint-{iterations}"]
     return lines
@@ -1988,7 +2008,7 @@ def outcome(folder):
 
 
 @pytest.mark.parametrize("run, unharmed, kills, flags", [
-    (Alone, Alone, (0, 1, 1, 2, 3), []),
+    (Alone, Alone, (0, 1, 2), []),
     (TwoRanks, TwoRanks, (2,), "--context full --old rollout".split())])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, strong, run,
                                                                       unharmed, kills, flags):
@@ -2103,39 +2123,8 @@ def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     assert (tmp_path / "new" / "final").is_dir()
 
 
-MY_ENV = '''
-import envs
-
-
-class Corridor(envs.Env):
-    """Find the door: a corridor of rooms, where going right is always right."""
-
-    horizon = 6
-    held_out = "test", 8
-    flags = "horizon", "places"  # taken from --horizon and --places
-
-    def __init__(self, horizon=horizon, places=3):
-        self.horizon, self.places = horizon, places
-
-    def tasks(self, split):
-        return [f"{split}-{n}" for n in range(100 if split == "train" else 8)]
-
-    def reset(self, task):
-        self.at, self.turn = 0, 0
-        return "You are in room 0. Your task is to: find the door.", self.info()
-
-    def info(self):
-        won = self.at == self.places
-        return {"admissible": ["go left", "go right"], "task": "find the door.",
-                "category": "corridor", "won": won, "score": float(won)}
-
-    def step(self, action):
-        self.turn += 1
-        self.at = max(0, self.at + {"go left": -1, "go right": 1}.get(action, 0))
-        info = self.info()
-        reward, late = envs.REWARD * info["won"], self.turn == self.horizon
-        return f"You are in room {self.at}.", reward, info["won"], late and not info["won"], info
-'''
+with open(f"{HERE}/tools/lake.py") as file:
+    MY_ENV = file.read()
 
 
 def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path, monkeypatch):
@@ -2143,7 +2132,7 @@ def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path
     (tmp_path / "deadly.py").write_text("import os\n" + deadly)
     monkeypatch.chdir(tmp_path)
     ids = [f"test-{n}" for n in range(7)]
-    with contextlib.closing(Pool("deadly:Corridor", workers=1)) as pool:
+    with contextlib.closing(Pool("deadly:Lake", workers=1)) as pool:
         for task in ids:
             pool.start(task, task)
         pool.gather(ids)
@@ -2156,38 +2145,37 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
                                                                                   monkeypatch):
     """It lies in the working directory, and is played here and in processes of its own. Its tasks
     may be numbers, and its types NumPy's."""
-    mine = MY_ENV.replace('f"{split}-{n}" for', "n for").replace("self.at == self.places",
-                                                                "np.bool_(self.at == self.places)")
+    mine = MY_ENV.replace('"won": self.at == self.goal', '"won": np.bool_(self.at == self.goal)')
     (tmp_path / "mine.py").write_text("import numpy as np\n" + mine)
     monkeypatch.chdir(tmp_path)
     for workers in (0, 1):
-        its = tmp_path / f"runs/Corridor-tiny-eval_games=4-places=2-tasks=4-{workers}"
+        its = tmp_path / f"runs/Lake-tiny-eval_games=4-horizon=3-tasks=4-{workers}"
         monkeypatch.setattr(envs, "default_workers", lambda name: workers)
-        run_main(train, monkeypatch, "--env", "mine:Corridor", "--tasks", 4, "--iterations", 1,
-                 "--eval_games", 4, "--places", 2, "--seed", workers)
+        run_main(train, monkeypatch, "--env", "mine:Lake", "--tasks", 4, "--iterations", 1,
+                 "--eval_games", 4, "--horizon", 3, "--seed", workers)
         line, = read_lines(its / "metrics.jsonl")
         assert line["episodes"] == 4 and line["turns"] >= 8
     run_main(evaluation, monkeypatch, "--model", its)
     assert (its / "eval-test.json").is_file()
-    for name, why in (("mine:Door", "has no attribute 'Door'"), ("yours:Corridor", "No module"),
-                      ("json:JSONDecoder", "inherits envs.Env"), ("corridor", "MODULE:CLASS")):
+    for name, why in (("mine:Door", "has no attribute 'Door'"), ("yours:Lake", "No module"),
+                      ("json:JSONDecoder", "inherits envs.Env"), ("lake", "MODULE:CLASS")):
         with pytest.raises(SystemExit, match=why):
             run_main(train, monkeypatch, "--env", name)
 
 
 @pytest.mark.parametrize("old, new, says", [
-    ('reward, info["won"], late', "reward, late", "not enough values to unpack"),
-    ('"category": "corridor", ', "", "KeyError: 'category'"),
-    ('late and not info["won"]', "False", "goes on after 6 turns"),
-    ("100 if", "0 if", "no tasks in the split 'train'")])
+    ("over, late, info", "late, info", "not enough values to unpack"),
+    ('"category": "lake",', "", "KeyError: 'category'"),
+    ("self.turn == self.horizon", "False", "goes on after 4 turns"),
+    ("range(5000)", "range(1)", "no tasks in the split 'train'")])
 def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, new, says):
     assert MY_ENV.count(old) == 1
     name = tmp_path.name  # modules are kept by their names
     (tmp_path / f"{name}.py").write_text(MY_ENV.replace(old, new))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=says):
-        run_main(train, monkeypatch, "--env", f"{name}:Corridor", "--tasks", 2, "--iterations", 1,
-                 "--eval_games", 2, "--out", "run")
+        run_main(train, monkeypatch, "--env", f"{name}:Lake", "--tasks", 2, "--iterations", 1,
+                 "--horizon", 4, "--eval_games", 2, "--out", "run")
 
 
 @pytest.mark.parametrize("module, argv, complaints", [  # one of each kind
@@ -2197,7 +2185,7 @@ def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, n
     (train, ["--model", "nobody/nothing"], ["cannot load model", "nobody/nothing"]),
     pytest.param(train, ["--env", "alfworld", "--data", "nowhere"], ["alfworld-download"],
                  marks=needs_package),
-    (train, ["--max_new", "20000"], ["longer context"]),
+    (train, ["--max_new", "16380"], ["--max_new 16380 leaves no room for a prompt"]),
     (train, ["--value_tokens", "77", "99999"], ["99999", "rows"]),
     (train, ["--algo", "grpo", "--group_size", "5"], ["--group_size 5 does not fit --tasks 64"]),
     (train, ["--env", "webshop", "--places", "3"], ["--places does nothing", "--env webshop"]),
@@ -2208,6 +2196,34 @@ def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as stop:
         run_main(module, monkeypatch, "--out", tmp_path / "run", *argv)
     assert all(part in str(stop.value) for part in complaints) and "\n" not in str(stop.value)
+
+
+def test_a_run_says_once_what_keeps_it_from_learning(tmp_path, monkeypatch, capsys):
+    """A lake and a model that knows a house alone; a house at the usual settings says nothing."""
+    lake = ["--env", "tools.lake:Lake", "--max_new", 6]
+    for flags, says in ((lake, ["a fifth of the actions are admissible", "--max_new 6 cuts",
+                                "three iterations without a success"]),
+                        (["--r_max", 1], ["outside +-R_max"]), ([], [])):
+        out = tmp_path / str(len(says))
+        run_main(train, monkeypatch, "--iterations", 3, "--tasks", 6, "--horizon", 8,
+                 "--eval_games", 0, "--out", out, *flags)
+        found = [line for line in capsys.readouterr().out.splitlines() if "Careful" in line]
+        assert len(found) == len(says) and all(part in line for part, line in zip(says, found))
+
+
+def test_the_page_of_an_episode_shows_its_numbers_and_runs_nothing_that_was_sampled():
+    lm = random_model("qwen2", 1)
+    turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:1])
+    evil = "<script>alert(1)</script>"
+    turns[0].prompt, turns[0].task, turns[0].advantage = evil, evil, -1.25
+    text = {turns[0].action_ids[0]: evil}
+    page = episode_page("a run", turns, [{"success": 0.5, "v_explained_variance": NAN,
+                                          "q_explained_variance": -1.0}] * 3,
+                        lambda ids: "".join(text.get(i, f" w{i}") for i in ids))
+    assert "<script" not in page and page.count("&lt;script&gt;alert(1)") >= 3
+    assert page.count("<section>") == len(turns) and "advantage -1.25" in page
+    assert page.count("<mark") == sum(len(turn.logp) for turn in turns)
+    assert f"V {turns[0].v:.2f}" in page and f"Q {turns[-1].q:.2f}" in page and "http" not in page
 
 
 def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
@@ -2232,16 +2248,6 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
         args = evaluation.make_parser("").parse_args(["--model", f"{run}/{part}"])
         assert evaluation.complete(args) == run and args.weights == f"{run}/{part}"
         assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
-
-
-def test_reports():
-    rows = [{"task": str(i), "category": c, "won": i % 2 == 0, "score": i / 2}
-            for i, c in enumerate(["Pick", "Pick", "Look"])]
-    report = evaluation.report(rows)
-    assert report["score"] == 0.5 and report["success"] == pytest.approx(2 / 3)
-    assert report["success_by_category"] == {"Look": 1.0, "Pick": 0.5}
-    assert evaluation.report(rows, "_before")["success_before_by_category"]["Pick"] == 0.5
-    assert evaluation.spaced(list(range(10)), 3) == [0, 3, 6]
 
 
 def a_run(folder, success, seconds, env="house", **config):
@@ -2312,10 +2318,6 @@ def test_every_file_shows_its_concern(capsys, monkeypatch):
     said = capsys.readouterr().out
     kv, hf = re.findall(r"^(?:kv|hf): (.*\n.*)$", said, re.M)
     assert kv == hf and "\nkv: " in said and "\nhf: " in said  # the numbers and the text
-    for module in (model_module, rollout_module):
-        with pytest.raises(SystemExit) as stop:
-            run_main(module, monkeypatch, "--model", "nothing")
-        assert "cannot load" in str(stop.value)
 
 
 def python_files():

@@ -24,6 +24,7 @@ import eval as evaluation
 from machine import runs
 from machine.cli import flags_of, one_line_errors
 from machine.fast import compiled_scoring
+from machine.page import episode_page
 from machine.ranks import (AdamW, barrier, everyone, from_ranks, join_ranks, mean, rank, say,
                            take_step, world)
 from model import Batch, Critic, Scores, is_tiny, load, make_batch, micro_batches, readout_at_start
@@ -72,6 +73,7 @@ class Learner:
         ref = score_all(self.reference, batches).logp if self.config.beta else None
         self.clock.lap("ref")
         targets = self.targets(played, batches, old)  # lines 4 and 5
+        note_advantages(played, targets.adv)
         steps = [self.step(mini, old, ref, targets, iteration) for mini in batches]  # lines 6 and 7
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()  # the rollout can use the memory
@@ -119,8 +121,8 @@ class Learner:
         self.steps += 1
         self.failed = self.failed + 1 if info["skipped"] or info.get("skipped_critic") else 0
         if self.failed == PATIENCE:
-            raise ValueError(f"{PATIENCE} steps in a row were not finite; lower --lr, and go on "
-                             "from the last checkpoint in a new --out")
+            raise ValueError(f"{PATIENCE} steps in a row were not finite; go on from the last "
+                             f"good weights: --model {c.out}/checkpoint-N --out NEW, a lower --lr")
         return info
 
     def save(self, folder):
@@ -247,12 +249,20 @@ def score_old(lm, played, batches, config):
     return scores, off
 
 
+def note_advantages(played, adv):
+    """Tells each turn the mean advantage of its tokens, for its page; in SAPO all have one."""
+    sums = torch.zeros_like(played.reward).index_add(0, played.turn_of, adv)
+    for turn, advantage in zip(played.turns, (sums / played.turn_of.bincount()).tolist()):
+        turn.advantage = advantage
+
+
 def numbers_of(targets, steps):
     """What all ranks' targets and steps say, under the names of `Run.log`."""
     rows = from_ranks([*zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())])
     returns, v, q = map(torch.tensor, zip(*rows))
-    out = {"return_mean": returns.mean().item(), "v_mean": v.mean().item(),
-           "q_mean": q.mean().item(), "v_explained_variance": explained_variance(v, returns),
+    out = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
+           "v_mean": v.mean().item(), "q_mean": q.mean().item(),
+           "v_explained_variance": explained_variance(v, returns),
            "q_explained_variance": explained_variance(q, returns)}
     for key in steps[0]:
         over = max if key.endswith("_max") else sum if key.startswith("skipped") else mean
@@ -270,6 +280,8 @@ class Run:
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
         self.ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
         self.first = runs.iterations_in(checkpoint)
+        self.lost = 0  # iterations in a row
+        self.said = set()  # warnings
         if checkpoint:
             learner.restore(checkpoint)
         self.wandb = runs.begin_wandb(config) if config.wandb and rank() == 0 else None
@@ -313,6 +325,7 @@ class Run:
         success, score                     of the episodes, sampled at temperature 1
         valid_actions, admissible_actions  shares of turns: in the format; offered by the game
         truncated, outgrown                shares of episodes: cut short; as no prompt fit
+        cut                                share of responses that --max_new cut short
         loss, loss_policy, loss_v, loss_q  Eq. 12, 9, 11; ..._critic are a separate critic's
         kl, kl_max, entropy                a token's KL to the starting model, mean and largest, and
                                            the policy's entropy, in nats
@@ -320,6 +333,7 @@ class Run:
         v_saturated, q_saturated           shares of readouts where Eq. 1 has no gradient
         v_, q_explained_variance           of the discounted return (PPO: of the whole return)
         v_mean, q_mean, return_mean        of old values and returns, over turns
+        return_max                         the largest |return|, which should be within R_max
         grad_norm, skipped                 before clipping; steps that were not finite
         sampler_off                        mean |log-prob of the sampler - of the scoring pass|
         held_out                           with --eval_every, success on held-out games, T = 0.4
@@ -331,10 +345,13 @@ class Run:
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
         metrics |= self.learner.clock.seconds()
         metrics |= episode_numbers(turns, self.pool.env.categories)
+        metrics["cut"] = mean(from_ranks(
+            [turn.action_ids[-1] not in self.learner.lm.stop_ids for turn in turns]))
         for key in ("tokens_encoded", "tokens_sampled"):
             metrics[key] = sum(from_ranks([getattr(sampler, key)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
             metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config)
+        self.warn(metrics)
         say(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
             f"{metrics['success']:.0%}, admissible {metrics['admissible_actions']:.0%}, V explains "
             f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
@@ -345,7 +362,31 @@ class Run:
         if self.wandb:
             self.wandb.log(metrics, step=iteration)
         if iteration % 10 == 0 or iteration == config.iterations - 1:
-            write_transcript(turns, f"{config.out}/transcripts/{iteration:04d}.txt")
+            page = episode_page(
+                f"{config.out}, iteration {iteration + 1}",
+                [turn for turn in turns if turn.traj == turns[0].traj],
+                runs.read_log(f"{config.out}/metrics.jsonl"), self.learner.lm.tokenizer.decode)
+            Path(config.out, "transcripts").mkdir(exist_ok=True)
+            runs.write_file(f"{config.out}/transcripts/{iteration + 1:04d}.html", page)
+
+    def warn(self, metrics):
+        """Says once each what keeps a run from learning, and what to look at."""
+        c = self.config
+        self.lost = 0 if metrics["success"] else self.lost + 1
+        found = {
+            "fewer than a fifth of the actions are admissible: tools/imitate.py teaches a model an "
+            "environment's words, or take a larger --model":
+                metrics["iteration"] == self.first and metrics["admissible_actions"] < 0.2,
+            "three iterations without a success, and there is nothing to learn from: look into "
+            "transcripts/; tools/imitate.py, a larger --model or --horizon may help":
+                self.lost == 3 and not metrics["return_max"],
+            f"--max_new {c.max_new} cuts more than a fifth of the responses short: raise it":
+                metrics["cut"] > 0.2,
+            f"a return is outside +-R_max, {c.r_max:g}, which V cannot be: raise --r_max, or let "
+            "the environment's step() pay less": metrics["return_max"] > 1.0001 * c.r_max}
+        for text in [text for text, holds in found.items() if holds and text not in self.said]:
+            say(f"Careful: {text}")
+            self.said.add(text)
 
 
 def episode_numbers(turns, categories):
@@ -360,14 +401,6 @@ def episode_numbers(turns, categories):
             "success_by_category": {name: mean(its) if its else None for name, its in won.items()},
             "valid_actions": mean([not row["invalid"] for row in rows]),
             "admissible_actions": mean([row["admissible"] for row in rows])}
-
-
-def write_transcript(turns, path):
-    """The first trajectory as text, in which what the policy sampled stands between >>> and <<<."""
-    Path(path).parent.mkdir(exist_ok=True)
-    runs.write_file(path, "\n\n".join(
-        f"--- {t.task}, turn {t.turn + 1}: V {t.v:.2f}, Q {t.q:.2f}, reward {t.reward:g}\n"
-        f"{t.prompt}\n>>> {t.text} <<<" for t in turns if t.traj == turns[0].traj))
 
 
 # --------------------------------------------------------------------------------------- settings
@@ -402,7 +435,7 @@ class Config:
 
     gamma: float = 0.95  # discount per turn, of sapo, sapo-separate and gigpo
     lam: float = 0.95  # lambda of GAE over turns, Eq. 5, of sapo and sapo-separate
-    r_max: float = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]; nothing checks it
+    r_max: float = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]
     tau_v: float = 1.0  # value temperature, Eq. 1; not taken over from a trained --model
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
     c_inv: float = 0.1  # a malformed turn's charge, as a return, Eq. 7; grpo etc.: after std
@@ -477,6 +510,8 @@ def check(c):
     if c.tasks % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is Grouped:
         raise ValueError(f"--group_size {c.group_size} does not fit --tasks {c.tasks}, or is too "
                          f"few for --algo {c.algo} to compare")
+    if c.eval_every and not c.eval_games:
+        raise ValueError("--eval_every needs --eval_games")
     if c.algo == "empg" and c.old == "rollout":
         raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
     for split in ("train", envs.known(c.env).held_out[0]):
@@ -501,11 +536,14 @@ def load_start(config, pool):
     pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
     first, = pool.gather([0])  # what is wrong with an environment is known before a model is loaded
     pool.drop(0)
-    say(f"loading {config.model}")
+    say(f"loading {config.model}; {config.out} is written")
+    prompt = pool.env.episode(*first).window_prompt()
     lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
-              value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max)
-    readout_at_start(lm, lm.chat.prompt(pool.env.episode(*first).window_prompt()))
-    say(f"on {lm.device}, {world()} rank(s); w+ and w- are {lm.value_ids}")
+              value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
+              prompt=prompt, max_new=config.max_new)
+    readout_at_start(lm, lm.chat.prompt(prompt))
+    threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
+    say(f"on {lm.device}{threads}, {world()} rank(s); w+ and w- are {lm.value_ids}")
     return fitted(lm, config)
 
 

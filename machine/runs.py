@@ -2,6 +2,7 @@
 
     RUN/config.json       every setting, the commit, versions
     RUN/metrics.jsonl     a line an iteration
+    RUN/transcripts       an episode of every tenth iteration, as a page (machine/page.py)
     RUN/checkpoint-N      after N iterations: all that decides what comes next; older ones go
     RUN/best              the weights that did best on held-out games (--eval_every)
     RUN/final             the last weights, a Hugging Face folder
@@ -86,6 +87,8 @@ def name_of(given, usual, unnamed):
 def held(out, resume):
     """All ranks call it. Within it, the folder `out` is this run's alone. ValueError where another
     process writes to it, or where something is in it that is not to be resumed."""
+    if os.path.isfile(out):
+        raise ValueError(f"--out {out} is a file: name a folder")
     os.makedirs(out, exist_ok=True)
     refused = []
     with open(f"{out}/.lock", "w") as file:
@@ -123,7 +126,7 @@ def begin_folder(out, settings, checkpoint=None):
     log, made_with = Path(out, "metrics.jsonl"), versions()
     lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
     if not checkpoint and len(lines) > settings["save_every"]:
-        raise ValueError(f"{log} has {len(lines)} iterations, and their checkpoint is gone: give "
+        raise ValueError(f"{log} has {len(lines)} iterations and no checkpoint: give "
                          "another --out")
     if checkpoint:
         say(f"{out}: goes on after {iterations_in(checkpoint)} iterations")

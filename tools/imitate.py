@@ -8,6 +8,10 @@ Sparse reward repairs a wrong decision quickly and a wrong word slowly. So the m
 steps on what a demonstrator says in training games, until nearly all actions that it samples itself
 are admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made
 here. The result is a model's folder. The paper has no such phase; pretrained models need none.
+
+An environment of your own needs a demonstrator, advice(forgetful) -> (thought, command) or None; it
+may well forget what training is to find out. The random model's words are those of its training
+games. tools/lake.py is an example.
 """
 import contextlib
 import dataclasses
@@ -18,6 +22,8 @@ import random
 import re
 import signal
 import sys
+import time
+from collections import Counter
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -34,7 +40,7 @@ import eval as evaluation
 import train
 from envs import AlfWorld
 from machine import cli, runs
-from machine.ranks import AdamW, say, take_step
+from machine.ranks import AdamW, mean, say, take_step
 from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
@@ -51,23 +57,42 @@ SPOKEN = (  # fixed strings of the house and of ALFWorld
     "</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
 
 
-def words():
-    """-> (phrases, nouns) of the tiny model's word-level vocabulary: the fixed strings of the
-    prompts and of the house, and whatever has a name in a house or in ALFWorld."""
-    prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
-    fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
+def household_words():
+    """-> (phrases, nouns): the fixed strings of the house, and whatever has a name in a house or in
+    ALFWorld."""
     types = envs.OBJECTS + envs.PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
     types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
               "toiletpaperhanger tvstand wateringcan").split()
-    nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
-    return sorted({*fixed, *SPOKEN, envs.ROLE, envs.ANSWER} - {""}), nouns
+    return SPOKEN, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
 
 
-def tiny_tokenizer():
+def words_of(config, flags):
+    """The same of another environment, from demonstrations in training games: the words that are
+    read and said there, and the commands that these words do not spell exactly."""
+    ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
+    counts, commands = Counter(), set()
+    for task in evaluation.spaced(ids, 256):
+        for turn in demonstrate_here(config, flags, (config.seed, 0), task):
+            offered = turn.info["admissible"]
+            commands.update(offered)
+            told = turn.obs, turn.info["task"], turn.thought, turn.label, *offered
+            counts.update(re.findall("[A-Za-z]+", " ".join(told)))
+    nouns = [word for word, _ in counts.most_common(4000)]
+    tags = [word for word in SPOKEN if word.startswith("<")]
+    tokenizer = tiny_tokenizer("", (tags, nouns))
+    lost = [c for c in sorted(commands)
+            if tokenizer.decode(tokenizer(c, add_special_tokens=False).input_ids) != c]
+    return tags + lost[:1000], nouns
+
+
+def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
     """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
     one token, and an unknown word is spelled, so that every ASCII string can be encoded. Spaces,
     punctuation and articles separate words and are forgotten, which halves the tokens to read."""
-    phrases, nouns = words()
+    phrases, nouns = words or household_words()
+    prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
+    fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
+    phrases = sorted({*fixed, *phrases, role, envs.ANSWER} - {""})
     letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in numbers]
@@ -90,10 +115,10 @@ def tiny_tokenizer():
                                    unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
 
 
-def random_tiny(seed=0, dtype=torch.float32):
+def random_tiny(seed=0, dtype=torch.float32, role=envs.HOUSEHOLD, words=None):
     """-> ActorCritic of a randomly initialised Qwen2 of about 0.2 M parameters. Its embeddings are
     untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(role, words)
     config = Qwen2Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
@@ -190,9 +215,9 @@ class AlfWorldDemonstrator(Seeker, AlfWorld):
 
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     """Plays an episode by env.advice -> its turns. `forget` is the share of episodes played by the
-    forgetful demonstrator, which end soon after its failure. `noise` is the share of turns in which
-    a random command is executed in place of the label, so that a model sees mistakes and the way
-    out of them. In the shop nothing is random, because a random click may buy."""
+    forgetful demonstrator, which end when it has thought "done" twice. In the house and ALFWorld,
+    `noise` is the share of turns in which a random command is executed in place of the label, so
+    that a model sees mistakes and the way out of them; elsewhere a random command may end it."""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
@@ -203,16 +228,20 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
         executed = rng.choice(info["admissible"]) if slips else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
-        if terminated or truncated or idle:
+        if terminated or truncated or idle or len(turns) == env.horizon:
             break
     return turns
 
 
+def demonstrator_of(name):
+    """The class of an environment with `advice`."""
+    return AlfWorldDemonstrator if name == "alfworld" else envs.known(name)
+
+
 @functools.cache
 def demonstrator(name, **options):
-    """An environment with `advice`, made once in each process."""
-    kind = AlfWorldDemonstrator if name == "alfworld" else envs.known(name)
-    return kind(**options)
+    """Made once in each process."""
+    return demonstrator_of(name)(**options)
 
 
 def demonstrate_here(config, flags, seed, task):
@@ -259,12 +288,12 @@ def imitation_loss(lm, batch, text_weight):
     return -(weight[b, t + 1] * logp.gather(1, batch.ids[b, t + 1][:, None])[:, 0]).sum()
 
 
-def batches(lm, games, contexts, config, flags, mapper=map):
-    """Yields for each step samples with flags.batch turns or a few more, of the contexts in turn.
-    They come from a stock that is filled up and shuffled, so that neighbours are of different
-    games. `mapper` may spread the demonstrations over processes."""
+def batches(lm, games, contexts, config, flags, mapper=map, first=0):
+    """Yields for each step, from `first` on, samples with flags.batch turns or a few more, of the
+    contexts in turn. They come from a stock that is filled up and shuffled, so that neighbours are
+    of different games. `mapper` may spread the demonstrations over processes."""
     stocks = {context: [] for context in contexts}
-    for step in range(flags.steps):
+    for step in range(first, flags.steps):
         context = contexts[step % len(contexts)]
         stock = stocks[context]
         while sum(len(spans) for _, spans in stock) < 4 * flags.batch:
@@ -283,20 +312,29 @@ def batches(lm, games, contexts, config, flags, mapper=map):
         yield batch
 
 
-def imitate(lm, pool, config, flags, mapper=map):
-    """Steps on demonstrations, until nearly all actions that the model samples in games it has not
-    seen are admissible, or flags.steps are done."""
+def imitate(lm, pool, config, flags, noted=(), mapper=map):
+    """Steps on demonstrations, until flags.steps are done or the model plays games that it has not
+    seen as flags.until or flags.until_success ask. What is saved in config.out on the way is what
+    flags.resume goes on with. KeyboardInterrupt: a signal is `noted`, and the steps are saved."""
     optimizer = AdamW(lm.model.parameters(), flags.lr, moments=getattr(torch, config.moments))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     probe = evaluation.spaced(ids, 64)  # ids are sorted by kind of task, so that all kinds occur
     practice = sorted({*ids} - {*probe}) or ids
-    contexts = (config.context,) if config.model != "random" else ("window", "full")  # for either
+    both = config.model == "random" and config.env == "house"
+    contexts = ("window", "full") if both else (config.context,)
     samplers = [evaluation.sampler_for(lm, dataclasses.replace(config, context=context))
                 for context in contexts]
-    bar = tqdm(batches(lm, practice, contexts, config, flags, mapper), "imitation", flags.steps)
-    for step, batch in enumerate(bar):
+    first, saved = 0, time.time()
+    if flags.resume:
+        kept = torch.load(f"{config.out}/imitation.pt", map_location="cpu")
+        first = kept["step"]
+        optimizer.take(kept["states"])
+        schedule.load_state_dict(kept["schedule"])
+        optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
+    steps = batches(lm, practice, contexts, config, flags, mapper, first)
+    for step, batch in enumerate(tqdm(steps, "imitation", flags.steps, initial=first), first):
         tokens = sum(end - start for _, spans in batch for start, end in spans)
         micros = [make_batch(group).to(lm.device)
                   for group in micro_batches(batch, config.tokens_per_micro_batch)]
@@ -304,17 +342,42 @@ def imitate(lm, pool, config, flags, mapper=map):
             imitation_loss(lm, micro, flags.text_weight) / tokens, {}), config.checkpointing)
         schedule.step()
         if (step + 1) % 200 == 0:
-            shares = [admissible_share(each, probe, pool, step, config) for each in samplers]
-            bar.set_postfix_str("admissible " + ", ".join(f"{share:.1%}" for share in shares))
-            if min(shares) >= flags.until:
+            looks = [look(each, probe, pool, step, config) for each in samplers]
+            admissible, won = map(min, zip(*looks))
+            goal = flags.until_success
+            if admissible >= flags.until if goal is None else won >= goal:
                 break
+        if noted or time.time() > saved + SAVE_AFTER:
+            saved = time.time()
+            save(lm, config.out, {"step": step + 1, "schedule": schedule.state_dict(),
+                                  "states": optimizer.state_dict()["state"]})
+        if noted:
+            say(f"{step + 1} steps are saved; the same command with --resume goes on")
+            raise KeyboardInterrupt
 
 
-def admissible_share(sampler, games, pool, step, config):
-    """The share of admissible actions among those that the model samples in `games`."""
+def save(lm, folder, state=None):
+    """Writes the model's folder, and what --resume needs beside the model."""
+    def fill(new):
+        lm.save(new)
+        if state:
+            torch.save(state, f"{new}/imitation.pt")
+
+    runs.write_folder(folder, fill)
+
+
+def look(sampler, games, pool, step, config):
+    """Samples these games -> shares of admissible actions and of games won, which it prints."""
     turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE), rows=config.rows,
                     history=config.history)
-    return float(np.mean([turn.admissible for turn in turns]))
+    admissible = mean([turn.admissible for turn in turns])
+    won = mean([turn.won for turn in turns if turn.done])
+    tqdm.write(f"after {step + 1} steps, {sampler.context}: {admissible:.1%} of the actions are "
+               f"admissible, {won:.1%} of {len(games)} unseen games are won")
+    if mean([turn.action_ids[-1] not in sampler.lm.stop_ids for turn in turns]) > 0.2:
+        tqdm.write(f"Careful: --max_new {sampler.max_new} cuts more than a fifth of the responses "
+                   "short: raise it, here and in train.py, or shorten the demonstrator's thoughts")
+    return admissible, won
 
 
 # ------------------------------------------------------------------------------------- settings
@@ -328,22 +391,35 @@ class Flags:
     batch: int = 64  # turns a step
     text_weight: float = 0.0  # weight of predicting what is read, beside what is said
     until: float = 0.98  # share of admissible actions, looked at every 200 steps, that ends it
+    until_success: float = None  # the share of games won that ends it, in place of --until
+    resume: bool = False  # go on with what --out holds; the other flags have to be the same
     forget: float = 0.0  # share of demonstrations by the forgetful demonstrator
-    noise: float = 0.2  # share of turns in which a random command is executed
+    noise: float = 0.2  # house, alfworld: share of turns in which a random command is executed
 
 
+SAVE_AFTER = 180  # seconds
 TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
 
 
 def parse(argv=None):
     """-> train.py's Config, and Flags. ValueError says what is wrong."""
-    parser = cli.flags_of(Flags, {"tiny": TINY}, "Imitation, before Algorithm 1. It takes flags of "
-                          "train.py too: those of the environment, the model and the memory.")
+    parser = cli.flags_of(
+        Flags, {"tiny": TINY}, "Imitation, before Algorithm 1: a model learns what a demonstrator "
+        "says, which is --env's method advice(forgetful) -> (thought, command); see tools/lake.py. "
+        "It takes flags of train.py too: --env, --model, --out, and those of the prompts and the "
+        "memory. Then: python train.py --env ENV --model OUT")
     flags, rest = parser.parse_known_args(argv)
     config = train.parse_config(["--model", "random", *rest])
-    if os.path.exists(config.out):  # before any work, because writing replaces what is there
+    flags = Flags(**(TINY if is_tiny(config.model) else {}) | vars(flags))
+    if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
+        raise ValueError(f"--out {config.out} holds no imitation that was left before its end")
+    if os.path.exists(config.out) and not flags.resume:  # because writing replaces what is there
         raise ValueError(f"--out {config.out} exists already; name a new folder")
-    return config, Flags(**(TINY if is_tiny(config.model) else {}) | vars(flags))
+    if not hasattr(demonstrator_of(config.env), "advice"):
+        raise ValueError(f"--env {config.env} has no demonstrator, advice(forgetful) -> (thought, "
+                         "command): write one, or train a pretrained instruct model, which needs "
+                         "no imitation")
+    return config, flags
 
 
 def main():
@@ -351,18 +427,25 @@ def main():
         config, flags = parse()
         say(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less")
         dtype = getattr(torch, config.dtype)
-        lm = random_tiny(config.seed, dtype) if config.model == "random" else load(
-            config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
+        if flags.resume:
+            lm = load(config.out, env=config.env, dtype=dtype)
+        elif config.model == "random":
+            own = config.env not in ("house", "alfworld")
+            lm = random_tiny(config.seed, dtype, envs.known(config.env).role,
+                             words_of(config, flags) if own else None)
+        else:
+            lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         lm = train.fitted(lm, config)
         workers = envs.default_workers(config.env)
         pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
         # they are forked from a server without threads, and leave Ctrl-C to this process
         players = ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver"),
                                       signal.signal, (signal.SIGINT, signal.SIG_IGN))
-        with contextlib.closing(pool), players:
-            imitate(lm, pool, config, flags, players.map if workers else map)
-        runs.write_folder(config.out, lm.save)
-        say(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}")
+        with contextlib.closing(pool), players, runs.signals_noted() as noted:
+            imitate(lm, pool, config, flags, noted, players.map if workers else map)
+        save(lm, config.out)
+        say(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}, "
+            "with the same flags of the environment and the prompts, if any")
 
 
 if __name__ == "__main__":

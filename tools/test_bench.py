@@ -1,17 +1,15 @@
 """Tests of the measurements: what they count, print and refuse, not how long things take."""
 import os
 import re
-import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from model import actor_critic
+from test_sapo import random_model, run_main
 from tools import bench
-from tools.imitate import tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -21,24 +19,8 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def run_main(module, monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, argv)])
-    module.main()
-
-
-def small_model():
-    """2 layers of width 32 with 4 heads of 8, 2 of them for K and V, behind the tiny tokenizer."""
-    tokenizer = tiny_tokenizer()
-    config = AutoConfig.for_model(
-        "qwen2", vocab_size=len(tokenizer) + 2, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id)
-    torch.manual_seed(1)
-    return actor_critic(AutoModelForCausalLM.from_config(config), tokenizer, tau_v=20.0)
-
-
 def test_operations_are_counted_by_hand():
-    lm = small_model()
+    lm = random_model("qwen2", 1)
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 64 + 3 * 32 * 64 + 2 * 32  # q o, k v, biases, MLP, norms
     body, head = 2 * layer + 32, 32 * lm.model.config.vocab_size
     attention = 2 * (10 ** 2 + 20 ** 2) * 2 * 32  # half of 4 T^2 for each layer and unit of width
@@ -71,12 +53,3 @@ def test_both_engines_say_the_same_and_hf_has_a_pass_more(monkeypatch, capsys):
     run_main(bench, monkeypatch, "sampler", "--rows", 3, "--prompt", 20, "--new", 9, "--repeats", 1)
     hf, kv = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
     assert hf[-1] == kv[-1] == "100%" and hf[2] == hf[3] == "1.00" and float(kv[3]) > float(kv[2])
-
-
-@pytest.mark.parametrize("argv, complaint", [
-    (["races"], "known: sampler, iteration"),
-    (["sampler", "--model", "no/such"], "cannot")])
-def test_impossible_measurements_get_one_line(monkeypatch, argv, complaint):
-    with pytest.raises(SystemExit) as stop:
-        run_main(bench, monkeypatch, *argv)
-    assert complaint in str(stop.value) and "\n" not in str(stop.value)

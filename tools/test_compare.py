@@ -6,8 +6,8 @@ import types
 import pytest
 
 from eval import Mean, group_runs
+from test_sapo import run_main
 from tools import compare
-from tools.test_bench import run_main
 
 
 def lines_of(success, episodes=160, values=0.0):

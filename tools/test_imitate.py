@@ -1,13 +1,19 @@
 """Tests of imitation: the demonstrators, the loss, and the folder it leaves."""
+import json
+import os
+import signal
+
 import pytest
 import torch
 
 import train
 from envs import make_env, tasks
+from machine.runs import ROOT
 from model import load, make_batch
-from tools import imitate
+from test_sapo import random_model, run_main
+from tools import imitate, lake
 from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
-from tools.test_bench import on_the_cpu, run_main, small_model  # the first one acts by itself
+from tools.test_bench import on_the_cpu  # it acts by itself
 from worlds.test_textworld import TRIAL, needs_package, small_game
 
 
@@ -42,7 +48,7 @@ def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
 
 
 def test_imitation_is_cross_entropy_of_the_responses_and_a_little_of_the_rest():
-    lm = small_model()
+    lm = random_model("qwen2", 1)
     samples = [(torch.randint(5, 500, (n,)).tolist(), spans)
                for n, spans in ((30, [(8, 13), (20, 25)]), (12, [(9, 12)]))]
     wanted, words = 0.0, [i for i in range(lm.model.config.vocab_size) if i not in lm.value_ids]
@@ -80,23 +86,67 @@ def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
     assert "1 of 1: success" in capsys.readouterr().out
 
 
-def test_it_ends_when_nearly_all_actions_are_admissible(monkeypatch):
+@pytest.mark.parametrize("flags", ["--until 0.985", "--until_success 0.4"])
+def test_it_ends_when_enough_actions_are_admissible_or_games_won(monkeypatch, flags):
     asked = []
 
-    def share(sampler, games, pool, step, config):
+    def look(sampler, games, pool, step, config):
         asked.append((sampler.context, step, len(games)))
-        return 0.98 if asked[-1][:2] == ("full", 199) else 0.99
+        return (0.98, 0.3) if asked[-1][:2] == ("full", 199) else (0.99, 0.4)
 
-    monkeypatch.setattr(imitate, "admissible_share", share)
+    monkeypatch.setattr(imitate, "look", look)
     monkeypatch.setattr(imitate, "take_step", lambda model, optimizer, *_: optimizer.step())
     monkeypatch.setattr(imitate, "batches", lambda *_: iter([[([1, 2], [(1, 2)])]] * 900))
-    imitate.imitate(random_tiny(), None, *imitate.parse(["--until", "0.985"]))
+    imitate.imitate(random_tiny(), None, *imitate.parse(flags.split()))
     assert asked == [(context, step, 64) for step in (199, 399) for context in ("window", "full")]
 
 
-def test_settings_of_an_imitation():
-    assert imitate.parse([])[1] == imitate.Flags(lr=4e-3, text_weight=0.1, forget=0.8)
-    assert imitate.parse(["--model", "no/such", "--forget", "0.5"])[1] == imitate.Flags(forget=0.5)
+def test_imitation_goes_on_after_ctrl_c(tmp_path, monkeypatch, capsys):
+    out, small = tmp_path / "out", ["--horizon", 6, "--max_new", 8, "--steps", 4]
+    take_step, seen = imitate.take_step, []
+
+    def step_and_signal(model, optimizer, micros, *args):
+        seen.append(optimizer.param_groups[0]["lr"])
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take_step(model, optimizer, micros, *args)
+
+    monkeypatch.setattr(imitate, "take_step", step_and_signal)
+    with pytest.raises(SystemExit, match="interrupted"):
+        run_main(imitate, monkeypatch, "--out", out, *small)
+    assert "2 steps are saved; the same command with --resume goes on" in capsys.readouterr().out
+    kept = torch.load(out / "imitation.pt")
+    assert kept["step"] == 2 and all(x["step"] == 2 for x in kept["states"].values())
+    run_main(imitate, monkeypatch, "--out", out, "--resume", *small)
+    assert len(seen) == 4 and not (out / "imitation.pt").exists()
+    run_main(imitate, monkeypatch, "--out", tmp_path / "alone", *small)
+    assert seen[4:] == seen[:4]  # the learning rates
+    with pytest.raises(SystemExit, match="no imitation that was left"):
+        run_main(imitate, monkeypatch, "--out", out, "--resume")
+
+
+def test_the_lake_is_learned_by_the_commands_of_the_readme(tmp_path, monkeypatch):
+    """Made shorter: a third of their steps, which is half a minute."""
+    monkeypatch.chdir(tmp_path)
+    commands = [line.split("  ")[0].split()[2:] for line in open(f"{ROOT}/README.md")
+                if line.startswith("python t") and "tools.lake:Lake" in line]
+    run_main(imitate, monkeypatch, *commands[0], "--steps", 150)
+    run_main(train, monkeypatch, *commands[1], "--iterations", 18, "--save_every", 18)
+    result = json.loads(next((tmp_path / "runs").glob("Lake-*/eval.json")).read_text())
+    assert result["n"] == 200 and result["success"] > 2 * result["success_before"] > 0
+
+
+def test_a_tiny_model_knows_the_words_of_the_environment_it_is_made_for(monkeypatch):
+    config, flags = imitate.parse(["--env", "tools.lake:Lake"])
+    monkeypatch.setattr(lake, "WAYS", {"[up]": (-1, 0), **lake.WAYS})
+    words = imitate.words_of(config, flags)
+    encode = random_tiny(role=lake.Lake.role, words=words).tokenizer.tokenize
+    assert encode("<action> north </action>") == ["<action>", "north", "</action>"]
+    assert encode("Ice: north. Goal: 2 [up]") == ["Ice", "north", "Goal", "2", "[up]"]
+    assert encode(lake.Lake.role) == [lake.Lake.role]
+    monkeypatch.delattr(lake.Lake, "advice")
+    with pytest.raises(ValueError, match="no demonstrator"):
+        imitate.parse(["--env", "tools.lake:Lake"])
 
 
 def test_the_tiny_model_spells_what_it_has_no_word_for():

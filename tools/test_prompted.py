@@ -9,9 +9,10 @@ import pytest
 
 from envs import Pool, make_env, tasks
 from rollout import Response
+from test_sapo import run_main
 from tools import prompted
 from tools.prompted import Endpoint, attempts
-from tools.test_bench import on_the_cpu, run_main  # the first one acts by itself
+from tools.test_bench import on_the_cpu  # it acts by itself
 
 
 class Knowing(Endpoint):
