@@ -390,7 +390,8 @@ def generate(sampler):
     pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
 
     def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-        token, logp = choose(scores, u[:, len(drawn)], lm.value_index, sampler.temperature)
+        now = u[:, min(len(drawn), sampler.max_new - 1)]  # a GPU runs a step more than it needs
+        token, logp = choose(scores, now, lm.value_index, sampler.temperature)
         drawn.append(logp)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
