@@ -126,12 +126,12 @@ def test_imitation_goes_on_after_ctrl_c(tmp_path, monkeypatch, capsys):
 
 
 def test_the_lake_is_learned_by_the_commands_of_the_readme(tmp_path, monkeypatch):
-    """Made shorter: a third of their steps, which is half a minute."""
+    """Made shorter: half of their steps."""
     monkeypatch.chdir(tmp_path)
     commands = [line.split("  ")[0].split()[2:] for line in open(f"{ROOT}/README.md")
                 if line.startswith("python t") and "tools.lake:Lake" in line]
     run_main(imitate, monkeypatch, *commands[0], "--steps", 150)
-    run_main(train, monkeypatch, *commands[1], "--iterations", 18, "--save_every", 18)
+    run_main(train, monkeypatch, *commands[1], "--iterations", 24, "--save_every", 24)
     result = json.loads(next((tmp_path / "runs").glob("Lake-*/eval.json")).read_text())
     assert result["n"] == 200 and result["success"] > 2 * result["success_before"] > 0
 
