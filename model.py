@@ -240,9 +240,13 @@ class ActorCritic:
         p_v, p_q = self.readout(ends)  # SAPO: V sees no action, Q sees no reward
         return Scores(logp, h, p_v, p_q)
 
+    def stopped(self, ids):
+        """Whether a response ends in a stop token, and was not cut short."""
+        return ids[-1] in self.stop_ids
+
     def text(self, ids):
         """A response as text, without the stop token it may end in."""
-        return self.tokenizer.decode(ids[:-1] if ids[-1] in self.stop_ids else ids)
+        return self.tokenizer.decode(ids[:-1] if self.stopped(ids) else ids)
 
     def save(self, folder):
         """Writes a Hugging Face folder, and beside its files sapo.json."""

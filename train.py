@@ -344,9 +344,7 @@ class Run:
         config, sampler = self.config, self.sampler
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
         metrics |= self.learner.clock.seconds()
-        metrics |= episode_numbers(turns, self.pool.env.categories)
-        metrics["cut"] = mean(from_ranks(
-            [turn.action_ids[-1] not in self.learner.lm.stop_ids for turn in turns]))
+        metrics |= episode_numbers(turns, self.learner.lm, self.pool.env.categories)
         for key in ("tokens_encoded", "tokens_sampled"):
             metrics[key] = sum(from_ranks([getattr(sampler, key)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
@@ -389,16 +387,18 @@ class Run:
             self.said.add(text)
 
 
-def episode_numbers(turns, categories):
+def episode_numbers(turns, lm, categories):
     """What all ranks' turns say of an iteration's episodes, under the names of `Run.log`."""
     names = "won score truncated outgrown category done invalid admissible".split()
-    rows = from_ranks([{name: getattr(turn, name) for name in names} for turn in turns])
+    rows = from_ranks([{name: getattr(turn, name) for name in names}
+                       | {"cut": not lm.stopped(turn.action_ids)} for turn in turns])
     ends = [row for row in rows if row["done"]]
     won = {name: [row["won"] for row in ends if row["category"] == category]
            for category, name in categories.items()}
     shares = {name: mean([row[name] for row in ends]) for name in names[:4]}
     return {"episodes": len(ends), "turns": len(rows), "success": shares.pop("won"), **shares,
             "success_by_category": {name: mean(its) if its else None for name, its in won.items()},
+            "cut": mean([row["cut"] for row in rows]),
             "valid_actions": mean([not row["invalid"] for row in rows]),
             "admissible_actions": mean([row["admissible"] for row in rows])}
 

@@ -374,7 +374,7 @@ def look(sampler, games, pool, step, config):
     won = mean([turn.won for turn in turns if turn.done])
     tqdm.write(f"after {step + 1} steps, {sampler.context}: {admissible:.1%} of the actions are "
                f"admissible, {won:.1%} of {len(games)} unseen games are won")
-    if mean([turn.action_ids[-1] not in sampler.lm.stop_ids for turn in turns]) > 0.2:
+    if mean([not sampler.lm.stopped(turn.action_ids) for turn in turns]) > 0.2:
         tqdm.write(f"Careful: --max_new {sampler.max_new} cuts more than a fifth of the responses "
                    "short: raise it, here and in train.py, or shorten the demonstrator's thoughts")
     return admissible, won
