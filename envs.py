@@ -57,8 +57,8 @@ LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The lates
          "{history}\nStep {now}. What you see: {obs}\n\nCommands that work now: [{commands}].\n\n"
          "{answer}")
 PAST = "What you saw: {obs}\nWhat you did: {action}"
-FULL_ANSWER = " Answer every later message in the same way."
-FULL_FIRST = FIRST.replace("Com", "These commands always work: [{always}].\nOther com") + FULL_ANSWER
+SAME_WAY = " Answer every later message in the same way."
+FULL_FIRST = FIRST.replace("Com", "These commands always work: [{always}].\nOther com") + SAME_WAY
 FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
 
 
@@ -71,7 +71,7 @@ class Episode:
     """What the agent has seen of one game, and the two ways of showing it to the model."""
 
     first, later = FIRST, LATER
-    full_first = FIRST + FULL_ANSWER
+    full_first = FIRST + SAME_WAY
     full_later = "{obs}\n\nCommands that work now: [{commands}]."
     works_always = ()  # beginnings of commands that --context full lists once
 
@@ -129,7 +129,7 @@ class ShopEpisode(Episode):
     first = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: "
              "[{commands}].\n\n{answer}")
     later = LATER.replace("Commands that work now", "Commands on this page")
-    full_first = first + FULL_ANSWER
+    full_first = first + SAME_WAY
     full_later = "{obs}\n\nCommands on this page: [{commands}]."
 
     def shown(self, obs):
