@@ -20,8 +20,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from tqdm import tqdm
 
 import envs
@@ -228,6 +226,8 @@ def draw(groups, path, curve_of=over_iterations, panels=PANELS, xlabel="iteratio
     """{label: runs} -> a picture at `path` with a panel for each key of metrics.jsonl: of each
     group the mean over the seeds within a standard error. curve_of(run, key): [(x, y), ...].
     level: a success to mark. Dots are success on held-out games."""
+    from matplotlib.figure import Figure  # here, because it takes a while to load
+    from matplotlib.ticker import PercentFormatter
     if len(groups) > len(COLORS):
         raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
     configs = [runs[0].config for runs in groups.values()]

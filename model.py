@@ -21,15 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import huggingface_hub as hub
 import torch
 import torch.nn.functional as F
-from huggingface_hub import constants
-from huggingface_hub.utils import get_session
+import transformers  # it loads what is used when it is used: a misspelt flag does not wait for it
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer,
-                          PreTrainedTokenizerFast)
-from transformers.utils import cached_file
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -151,11 +148,6 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, **kwarg
     return out.transpose(1, 2), None
 
 
-# transformers has no mask function of this name: it builds no mask, and does not ask a GPU whether
-# positions are consecutive. So padding on the left, as in `generate`, needs "sdpa" instead.
-AttentionInterface.register("grouped", attend)
-
-
 def all_full(body):
     """Whether every layer of a model's body attends to all that came before."""
     layers = getattr(body.config, "layer_types", None)
@@ -192,6 +184,9 @@ class ActorCritic:
 
     def __post_init__(self):
         if all_full(self.model.base_model):
+            # transformers has no mask function of this name: it builds no mask, and asks no GPU
+            # whether positions are consecutive. Padding on the left, in `generate`, needs "sdpa"
+            transformers.AttentionInterface.register("grouped", attend)
             self.model.set_attn_implementation("grouped")
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
@@ -334,9 +329,9 @@ def locate(name, env=None):
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
     try:
-        get_session().head(constants.ENDPOINT, timeout=5)
+        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=5)
     except Exception:  # whatever the network does
-        constants.HF_HUB_OFFLINE = True
+        hub.constants.HF_HUB_OFFLINE = True
     owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
     return f"{owner}/{name}" if owner and "/" not in name else name
 
@@ -356,17 +351,21 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
     max_new tokens, which is known before the weights are read."""
     where = locate(name, env)
     try:
-        path = cached_file(where, "sapo.json", _raise_exceptions_for_missing_entries=False)
+        path = transformers.utils.cached_file(where, "sapo.json",
+                                              _raise_exceptions_for_missing_entries=False)
         ours = json.loads(Path(path).read_text()) if path else {}
         # AutoTokenizer would replace the tiny model's by that of its architecture, Qwen2
-        tokenizer = (PreTrainedTokenizerFast if ours else AutoTokenizer).from_pretrained(where)
-        length = getattr(AutoConfig.from_pretrained(where), "max_position_embeddings", None)
+        kind = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
+        tokenizer = kind.from_pretrained(where)
+        config = transformers.AutoConfig.from_pretrained(where)
+        length = getattr(config, "max_position_embeddings", None)
         needed = len(tokenizer(prompt).input_ids) + max_new
         if length and needed > length:
             raise ValueError(f"--max_new {max_new} leaves no room for a prompt: together they need "
                              f"{needed} tokens or more, and it has {length}")
-        model, report = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, attn_implementation="sdpa",
+            output_loading_info=True)
     except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if folder_of(name).is_dir() else f"{name}, which is no folder here"

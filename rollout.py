@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessorList
 
 from model import all_full, choose, load, make_batch, micro_batches
 
@@ -398,12 +398,13 @@ def generate(sampler):
     model = lm.model
     settings = model.generation_config
     attention = model.config._attn_implementation
-    model.generation_config = GenerationConfig()  # a top-k of its own would change the policy
+    # a top-k of its own would change the policy
+    model.generation_config = transformers.GenerationConfig()
     model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
     out = model.generate(
         ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
         max_new_tokens=sampler.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
-        logits_processor=LogitsProcessorList([draw]))
+        logits_processor=transformers.LogitsProcessorList([draw]))
     model.generation_config = settings
     model.config._attn_implementation = attention
     said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]

@@ -37,6 +37,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -2297,14 +2298,14 @@ def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
     assert rows[4][0] == "ppo" and rows[4][2] == "50.0"
     shop = evaluation.paper_table([a_run(tmp_path / "shop", 0.5, 10, env="webshop")]).splitlines()
     assert "| Score | Success | " in shop[0] and shop[2] == "| start | 1 | 50.0 | 25.0 |  |  |"
-    drawn, save = {}, evaluation.Figure.savefig
+    drawn, save = {}, Figure.savefig
 
     def look(figure, *args, **options):
         drawn.update({ax.get_title(): [line.get_label() for line in ax.lines]
                       for ax in figure.axes})
         save(figure, *args, **options)
 
-    monkeypatch.setattr(evaluation.Figure, "savefig", look)
+    monkeypatch.setattr(Figure, "savefig", look)
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
     both, alone = ["sapo, n = 2", "ppo, n = 1"], ["sapo, n = 2"]
     assert [*drawn.values()] == [both, alone, alone, both]  # PPO's V has another target

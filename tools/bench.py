@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -42,9 +42,9 @@ def architecture(name):
     """The config of a model by name; Qwen2.5's sizes are known without a download."""
     size = name.removeprefix("Qwen/").removeprefix("Qwen2.5-").removesuffix("-Instruct")
     if size not in QWEN25:
-        return AutoConfig.from_pretrained(locate(name))
+        return transformers.AutoConfig.from_pretrained(locate(name))
     width, mlp, layers, heads, kv_heads, vocabulary, tied = QWEN25[size]
-    return Qwen2Config(
+    return transformers.Qwen2Config(
         hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
         tie_word_embeddings=tied, max_position_embeddings=32768, rms_norm_eps=1e-6,
@@ -59,7 +59,8 @@ def random_model(name, dtype, seed=0):
     config, device = architecture(name), "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa")
     return actor_critic(model.eval(), tiny_tokenizer())
 
 

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -110,23 +110,23 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
     tokenizer.add_special_tokens([AddedToken(c, special=True) for c in control])
     template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
                 "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template,
-                                   eos_token="<|end|>", pad_token="<|pad|>",
-                                   unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, eos_token="<|end|>",
+        pad_token="<|pad|>", unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
 
 
 def random_tiny(seed=0, dtype=torch.float32, role=envs.HOUSEHOLD, words=None):
     """-> ActorCritic of a randomly initialised Qwen2 of about 0.2 M parameters. Its embeddings are
     untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start."""
     tokenizer = tiny_tokenizer(role, words)
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
         max_position_embeddings=16384, tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.lm_head.weight.data[-2:] = 0
     return actor_critic(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
