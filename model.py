@@ -379,7 +379,7 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
 
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0, r_max=10.0):
     """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
-    text uses. ValueError where the model cannot be served."""
+    text uses; where they are new, their rows start at 0. ValueError: a model cannot be served."""
     if "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < THREADS_PAY:
         torch.set_num_threads(1)
     if model.base_model is model:
@@ -388,7 +388,9 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     rows = len(model.eval().get_output_embeddings().weight)
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens or not value_ids:
-        value_ids = reserve_value_ids(tokenizer, rows, stop_ids, value_tokens)
+        trained, value_ids = value_ids, reserve_value_ids(tokenizer, rows, stop_ids, value_tokens)
+        if value_ids != tuple(trained or ()):  # V = Q = 0, and 16 bits hold small steps near 0
+            model.get_output_embeddings().weight.data[[*value_ids]] = 0
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
     check_head(lm)
     return lm

@@ -983,8 +983,7 @@ def random_model(architecture, seed=0, layers=2, **more):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config | more),
                                              dtype=torch.float32).eval()
-    lm = actor_critic(model, base.tokenizer, tau_v=20.0)
-    assert lm.value_ids == base.value_ids
+    lm = actor_critic(model, base.tokenizer, value_ids=base.value_ids, tau_v=20.0)
     return dataclasses.replace(lm, stop_ids=(base.stop_ids[0], *range(40, 110)))
 
 
@@ -1471,6 +1470,18 @@ def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
     for names in (("<|end|>", "<|tool|>"), ("nonsense-word", "<|tool|>"), ("<|tool|>",) * 2):
         with pytest.raises(ValueError, match=f"--value_tokens {names[0]}.*: not two tokens"):
             reserve_value_ids(tokenizer, len(tokenizer), stops, names)
+
+
+def test_v_leaves_zero_in_16_bits_at_the_papers_learning_rate():
+    """Between two rows of an ordinary size, steps of 1e-6 are too small for bfloat16 to hold."""
+    base, batch = random_model("qwen2", 0), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
+    model, targets = base.model.bfloat16(), (torch.zeros(2), torch.ones(2))
+    for ids in (None, (5, 6)):  # new rows, and two that are equal and old
+        lm = actor_critic(model, base.tokenizer, value_ids=ids)
+        lm.head.weight.data[6] = lm.head.weight.data[5]
+        v = lambda batch: (value_loss(lm.score(batch).p_v, *targets, clip=0.2)[0], {})
+        ranks.take_step(model, ranks.AdamW(model.parameters(), 1e-6), [batch], v)
+        assert lm.score(batch).p_v.all() == (ids is None)
 
 
 def test_a_saturated_start_says_what_to_change():

@@ -6,7 +6,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits f
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from test_sapo import random_model, run_main
 from tools import bench
@@ -25,13 +24,6 @@ def test_operations_are_counted_by_hand():
     body, head = 2 * layer + 32, 32 * lm.model.config.vocab_size
     attention = 2 * (10 ** 2 + 20 ** 2) * 2 * 32  # half of 4 T^2 for each layer and unit of width
     assert bench.operations(lm, 30, 7, 500) == 2 * body * 30 + 2 * head * 7 + attention
-
-
-def test_known_sizes_need_no_download():
-    for name, millions in (("Qwen2.5-1.5B-Instruct", 1543.7), ("Qwen/Qwen2.5-7B", 7615.6)):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(bench.architecture(name))
-        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
 @pytest.mark.parametrize("context", ["window", "full"])

@@ -246,13 +246,6 @@ def test_the_thousand_products():
     splits = "train", "valid", "test", "test_500", "eval_1000", "train_rest"
     assert [len(shop.goals.split(s)) for s in splits] == [4963, 966, 981, 500, 1000, 5410]
     assert len(Shop(goals="human").goals) == 13
-    won = 0
-    for i in range(500):
-        shop.enter(i)
-        for action in shop.expert() or []:
-            shop.act(action)
-        won += shop.score == 1.0
-    assert won == 480  # buying exactly what is asked for scores less than 1 for the other twenty
 
 
 def test_broken_and_missing_files_are_named(tmp_path):
