@@ -289,13 +289,19 @@ def make_parser(description):
     return parser
 
 
+def run_of(model):
+    """-> the run that --model is of, as RUN or RUN/best, and its settings, or None and {}."""
+    for folder in (Path(model), Path(model).parent):
+        if "env" in (stored := read_json(folder / "config.json")):
+            return folder, stored
+    return None, {}
+
+
 def complete(args):
     """Fills in the flags that were not given, by the run that --model names or else by default.
     -> the run's folder, or None where --model is of no run."""
-    named = Path(args.model)
-    run = next((f for f in (named, named.parent) if "env" in read_json(f / "config.json")), None)
-    stored = read_json(run / "config.json") if run else {}
-    args.weights = f"{run}/final" if run == named else args.model
+    run, stored = run_of(args.model)
+    args.weights = f"{run}/final" if run == Path(args.model) else args.model
     settings = {"env": "house", "context": "window", "engine": "kv", "history": 2, "max_new": 512,
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
     if args.env not in (None, settings["env"]):  # these fit the run's own environment alone

@@ -390,7 +390,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     if value_tokens or not value_ids:
         trained, value_ids = value_ids, reserve_value_ids(tokenizer, rows, stop_ids, value_tokens)
         if value_ids != tuple(trained or ()):  # V = Q = 0, and 16 bits hold small steps near 0
-            model.get_output_embeddings().weight.data[[*value_ids]] = 0
+            for p in model.get_output_embeddings().parameters():
+                p.data[[*value_ids]] = 0
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
     check_head(lm)
     return lm
@@ -436,10 +437,9 @@ def readout_at_start(lm, ids):
     plus, minus = (lm.head(hidden).float()[:, i] for i in lm.value_ids)
     v, q = (plus - minus).tolist()
     if min(abs(v), abs(q)) > lm.tau_v:
-        raise ValueError(f"the value readouts start saturated: the logits of {lm.value_ids} differ "
-                         f"by {v:.2f} and {q:.2f}, and Eq. 1 has no gradient beyond tau_v = "
-                         f"{lm.tau_v:g}. Choose two others with --value_tokens A B, or --tau_v "
-                         f"above {2 * max(abs(v), abs(q)):.1f}")
+        raise ValueError(f"the value readouts start saturated: logits of {lm.value_ids} differ by "
+                         f"{v:.2f} and {q:.2f}, and Eq. 1 is flat beyond tau_v. Name two others by "
+                         f"--value_tokens A B, or --tau_v above {2 * max(abs(v), abs(q)):.1f}")
 
 
 @torch.no_grad()

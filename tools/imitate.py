@@ -7,11 +7,11 @@
 Sparse reward repairs a wrong decision quickly and a wrong word slowly. So the model first takes
 steps on what a demonstrator says in training games, until nearly all actions that it samples itself
 are admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made
-here. The result is a model's folder. The paper has no such phase; pretrained models need none.
+here. The paper has no such phase, and larger pretrained models need none.
 
 An environment of your own needs a demonstrator, advice(forgetful) -> (thought, command) or None; it
-may well forget what training is to find out. The random model's words are those of its training
-games. tools/lake.py is an example.
+may forget what training is to find out. The random model's words are those of its training games.
+tools/lake.py is an example.
 """
 import contextlib
 import dataclasses

@@ -5,16 +5,14 @@
 
 Success differs by 5 to 15 points from seed to seed; a gradient says more. A model plays training
 games. The policy gradient of 64 of them, by a V and a lambda of Eq. 5, has a cosine with the
-gradient of success, and V = 0 with lambda = 0.95 needs a number of games for the same cosine: 128
-means that V and lambda save half of the games. Errors are by jackknife over groups of games.
+gradient of success (gamma = lambda = 1). Printed is how many games V = 0 with lambda = 0.95 needs
+for the same: 128 means that half of the games are saved. Errors are by jackknife. The values are:
 
     zero         nothing
-    shared       the model's own V
-    kind x turn  the mean over the other games of this kind of task, at this turn
+    shared       the model's own V, which may have seen these games in training
+    kind x turn  the mean over the other half of the games, of this kind of task, at this turn
     ridge        a linear function of the model's hidden state where V is read
-    critic       a copy of the model's body under a head of its own, trained on the other games
-
-The last three are fitted to each half of the games, and judged on the other half.
+    critic       a copy of the model's body under a head of its own, trained on the other half
 """
 import contextlib
 import dataclasses
@@ -31,14 +29,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import envs
 import train
-from eval import sampler_for
+from eval import run_of, sampler_for
 from machine import cli
-from machine.runs import read_json
 from model import Critic, load
 from rollout import PROBE, rollout
 from sapo import discounted_returns, explained_variance, turn_targets
 
-LAMBDAS = (0.0, 0.5, 0.8, 0.95, 1.0)
+LAMBDAS, BASE = (0.0, 0.5, 0.8, 0.95, 1.0), 3  # BASE: the one that V = 0 is taken with
 BATCH = 64  # games of the gradient that is judged
 GROUP = 32  # games that are left out together for the errors
 SKETCH = 1 << 14  # numbers that a gradient is folded into, by random signs: dot products stay
@@ -48,15 +45,10 @@ def play(lm, pool, config, games):
     """-> [turns of a group of training games], each game played once at temperature 1."""
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     order = np.random.default_rng([config.seed, PROBE]).permutation(len(ids))
-    turns = rollout(sampler_for(lm, config), [ids[i] for i in order[:games - games % GROUP]], pool,
+    count = min(games, len(ids)) // GROUP * GROUP
+    turns = rollout(sampler_for(lm, config), [ids[i] for i in order[:count]], pool,
                     seed=(config.seed, 0, PROBE), rows=config.rows or 256, history=config.history)
     return [[*its] for _, its in itertools.groupby(turns, lambda turn: turn.traj // GROUP)]
-
-
-def in_order(micros, of):
-    """micros: [(Batch, the numbers of its turns)]; of(Batch): rows of its turns -> all in order."""
-    parts, places = zip(*((of(batch), its) for batch, its in micros))
-    return torch.cat(parts)[torch.cat(places).argsort()]
 
 
 def by_kind_and_turn(played, seen, returns):
@@ -66,7 +58,8 @@ def by_kind_and_turn(played, seen, returns):
         turn, known = played.turn[its & seen], returns[its & seen]
         count = turn.bincount(minlength=int(played.turn.max()) + 1)
         total = torch.zeros(len(count)).index_add(0, turn, known)
-        out[its] = ((total + 20 * known.mean()) / (count + 20))[played.turn[its]]
+        mean = (known if len(known) else returns[seen]).mean()
+        out[its] = ((total + 20 * mean) / (count + 20))[played.turn[its]]
     return out
 
 
@@ -77,10 +70,10 @@ def by_ridge(hidden, seen, returns):
 
 
 def by_critic(lm, micros, seen, returns, epochs=2, lr=3e-4):
+    """micros: [(Batch, the numbers of its turns)], of all turns in order."""
     critic = Critic(lm)
-    parameters = [*critic.body.parameters(), *critic.head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr)
-    known = [micro for micro in micros if seen[micro[1][0]]]
+    optimizer = torch.optim.AdamW(critic.parameters(), lr)
+    known = [micro for micro in micros if seen[micro[1]].all()]
 
     def values(batch):
         length = batch.end - batch.start
@@ -91,10 +84,9 @@ def by_critic(lm, micros, seen, returns, epochs=2, lr=3e-4):
             batch, its = known[i]
             optimizer.zero_grad()
             (values(batch) - returns[its]).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
     with torch.no_grad():
-        return in_order(micros, values)
+        return torch.cat([values(batch) for batch, _ in micros])
 
 
 def gradients(lm, micros, weights, signs):
@@ -103,7 +95,7 @@ def gradients(lm, micros, weights, signs):
     out, parameters = torch.zeros(len(weights), SKETCH).double(), [*lm.model.parameters()]
     for batch, its in micros:
         logp = lm.score(batch).logp
-        logp = logp.new_zeros(len(its)).index_add(0, batch.turn_of, logp)
+        logp = logp.new_zeros(len(batch.start)).index_add(0, batch.turn_of, logp)
         for row, weight in enumerate(weights[:, its].to(logp)):
             parts = torch.autograd.grad(logp @ weight, parameters, retain_graph=True)
             flat = torch.cat([part.flatten() for part in parts]) * signs
@@ -111,11 +103,11 @@ def gradients(lm, micros, weights, signs):
     return out
 
 
-def games_needed(sketches, folds):
-    """sketches (E, K, SKETCH) of E estimators in K groups of games; the last one's are of the
-    gradient of success -> how many games the first one needs for the cosine that each has with
-    BATCH games, (E,). Only products of different groups in a fold count towards what is expected of
-    a gradient, because a group's own noise is in its square."""
+def games_needed(sketches, base, folds):
+    """sketches (E, K, SKETCH) of E estimators in K groups of games, the last estimator's of the
+    gradient of success -> how many games the one numbered `base` needs for the cosine that each has
+    with BATCH games, (E,). A product of two groups' gradients in a fold has no bias; the square of
+    one group's has its own noise in it."""
     signal, along, noise = 0, 0, 0
     for fold in folds:
         its, pairs = sketches[:, fold], len(fold) * (len(fold) - 1) * GROUP ** 2
@@ -123,12 +115,12 @@ def games_needed(sketches, folds):
         apart = (total.square().sum(1) - own) / pairs
         along += (total @ total[-1] - (its * its[-1]).sum((1, 2))) / pairs
         signal, noise = signal + apart, noise + own / len(fold) / GROUP - GROUP * apart
-    needed = along[0] ** 2 * (signal + noise / BATCH) / along.clamp(min=0) ** 2 - signal[0]
-    return torch.where(needed > 0, noise[0] / needed, float("inf"))
+    needed = (along[base] / along.clamp(min=0)) ** 2 * (signal + noise / BATCH) - signal[base]
+    return torch.where(needed > 0, noise[base] / needed, float("inf"))
 
 
 def jackknife(of, folds):
-    """of(folds) -> numbers -> they and their standard errors, stacked at the end."""
+    """of(folds): numbers, (...) -> (..., 2), each with its standard error."""
     without = [of([[i for i in fold if i != k] for fold in folds]) for k in sum(folds, [])]
     error = (torch.stack(without).var(0) * (len(without) - 1) ** 2 / len(without)).sqrt()
     return torch.stack([of(folds), error], -1)
@@ -137,16 +129,16 @@ def jackknife(of, folds):
 def measure(lm, config, groups):
     """-> {V: ((explained variance, its error), [(games needed, error) for each of LAMBDAS])}."""
     whole, micros, turns, group = dataclasses.replace(config, mini_batch=10 ** 9), [], [], []
-    for number, its in enumerate(groups):
-        its, (batches,) = train.pack(its, whole, 0, lm.device)
-        micros.append([(micro.batch, len(turns) + torch.arange(len(its.turns))[micro.turns])
+    for number, games in enumerate(groups):
+        played, (batches,) = train.pack(games, whole, 0, lm.device)
+        micros.append([(micro.batch, len(turns) + torch.arange(len(games))[micro.turns])
                        for micro in batches])
-        turns, group = turns + its.turns, group + [number] * len(its.turns)
+        turns, group = turns + played.turns, group + [number] * len(games)
     played, flat, group = train.Played(turns, "cpu"), sum(micros, []), torch.tensor(group)
     paid = played.traj, played.turn, played.reward
     returns = discounted_returns(*paid, gamma=config.gamma)
     with torch.no_grad():
-        hidden = in_order(flat, lambda b: lm.body(b.ids)[b.row, b.start - 1])
+        hidden = torch.cat([lm.body(b.ids)[b.row, b.start - 1] for b, _ in flat])
         values = {"zero": 0 * returns, "shared": lm.r_max * lm.readout(hidden).cpu()}
     halves = [group % 2 == fold for fold in (0, 1)]
     for name, fit in {"kind x turn": lambda seen: by_kind_and_turn(played, seen, returns),
@@ -164,32 +156,34 @@ def measure(lm, config, groups):
         return (out - out.mean()) / out.std().clamp(min=1e-8)
 
     explains = jackknife(explained, folds)
-    best = [*values.values()][int(explains[:, 0].argmax())]  # at 1, 1 any is right: less noise
-    asked = [weight(v, lam) for v in values.values() for lam in LAMBDAS]
-    weights = torch.stack([weight(values["zero"], 0.95), *asked, weight(best, 1.0, 1.0)])
-    signs = torch.randint(0, 2, (sum(p.numel() for p in lm.model.parameters()),)).to(lm.device)
-    sketches = torch.stack([gradients(lm, its, weights, 2.0 * signs - 1)
+    best = [*values.values()][int(explains[:, 0].argmax())]  # at 1, 1 any is right; less noise
+    weights = [weight(v, lam) for v in values.values() for lam in LAMBDAS]
+    weights = torch.stack([*weights, weight(best, 1.0, 1.0)])
+    signs = 2.0 * torch.randint(0, 2, (lm.model.num_parameters(),), device=lm.device) - 1
+    sketches = torch.stack([gradients(lm, its, weights, signs)
                             for its in tqdm(micros, "gradients")], 1)
-    needed = jackknife(lambda folds: games_needed(sketches, folds)[1:-1], folds)
+    needed = jackknife(lambda folds: games_needed(sketches, BASE, folds)[:-1], folds)
     return dict(zip(values, zip(explains, needed.view(len(values), len(LAMBDAS), 2))))
 
 
 def main():
     parser = cli.flags_of(train.Config, {}, __doc__.partition("\n")[0])
     parser.add_argument("checkpoint", help="RUN/checkpoint-N, or a model as of train.py")
-    parser.add_argument("--games", type=int, default=1536, help="how many to play")
+    parser.add_argument("--games", type=int, default=1536, help="how many to play, from 192 on")
     with cli.one_line_errors("worth.py", envs.GameError):
         given = vars(parser.parse_args())
         games, given["model"] = given.pop("games"), given.pop("checkpoint")
-        stored = read_json(os.path.join(given["model"], os.pardir, "config.json"))
-        given = {k: v for k, v in stored.items() if hasattr(train.Config, k)} | given
-        asked = train.Config(**given)
-        config = dataclasses.replace(asked, **train.defaults_for(asked) | given)
+        stored = run_of(given["model"])[1].items()
+        given = {k: v for k, v in stored if hasattr(train.Config, k)} | given
+        config = train.Config(**train.defaults_for(train.Config(**given)) | given)
         lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype))
-        with contextlib.closing(envs.Pool(config.env, envs.options_for(vars(config)), 0)) as pool:
+        torch.manual_seed(config.seed)
+        pool = envs.Pool(config.env, envs.options_for(vars(config)),
+                         envs.default_workers(config.env))
+        with contextlib.closing(pool):
             groups = play(lm, pool, config, games)
-        won = np.mean([turn.won for turns in groups for turn in turns if turn.done])
-        print(f"{won:.1%} of {games} games are won\n\n| V | explained variance |",
+        won = [turn.won for turns in groups for turn in turns if turn.done]
+        print(f"{np.mean(won):.1%} of {len(won)} games are won\n\n| V | explained variance |",
               *(f"lambda {x:g} |" for x in LAMBDAS), "\n|" + " --- |" * 7)
         for name, (explains, needed) in measure(lm, config, groups).items():
             print(f"| {name} | {explains[0]:.2f} ± {explains[1]:.2f} |",
