@@ -303,6 +303,11 @@ class Critic(torch.nn.Module):
         hidden = self.lm.body(batch.ids)
         return self.head(hidden[batch.token_row, batch.token_col - 1].float())[:, 0]
 
+    def of_turns(self, batch):
+        """Batch -> (N,): V over R_max before each turn's first response token."""
+        length = batch.end - batch.start
+        return self(batch)[length.cumsum(0) - length]
+
 
 # --------------------------------------------------------------------------------------- loading
 
@@ -385,12 +390,13 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: its body has no name")
     chat = Chat(tokenizer)
-    rows = len(model.eval().get_output_embeddings().weight)
+    head = model.eval().get_output_embeddings()
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens or not value_ids:
-        trained, value_ids = value_ids, reserve_value_ids(tokenizer, rows, stop_ids, value_tokens)
+        trained, value_ids = value_ids, reserve_value_ids(
+            tokenizer, len(head.weight), stop_ids, value_tokens)
         if value_ids != tuple(trained or ()):  # V = Q = 0, and 16 bits hold small steps near 0
-            for p in model.get_output_embeddings().parameters():
+            for p in head.parameters():
                 p.data[[*value_ids]] = 0
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
     check_head(lm)

@@ -639,9 +639,7 @@ class SeparateCritic(PolicyLearner):
 
     def values(self, micro):
         """The critic's, before each turn's first token, (N,), or before every token, (M,)."""
-        value = self.critic(micro.batch)
-        length = micro.batch.end - micro.batch.start
-        return value if self.axis == "tokens" else value[length.cumsum(0) - length]
+        return (self.critic if self.axis == "tokens" else self.critic.of_turns)(micro.batch)
 
     @torch.no_grad()
     def old_values(self, played, batches):

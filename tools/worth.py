@@ -74,19 +74,14 @@ def by_critic(lm, micros, seen, returns, epochs=2, lr=3e-4):
     critic = Critic(lm)
     optimizer = torch.optim.AdamW(critic.parameters(), lr)
     known = [micro for micro in micros if seen[micro[1]].all()]
-
-    def values(batch):
-        length = batch.end - batch.start
-        return lm.r_max * critic(batch)[length.cumsum(0) - length].cpu()
-
     for epoch in range(epochs):
         for i in tqdm(np.random.default_rng(epoch).permutation(len(known)), "critic", leave=False):
             batch, its = known[i]
             optimizer.zero_grad()
-            (values(batch) - returns[its]).square().mean().backward()
+            (lm.r_max * critic.of_turns(batch).cpu() - returns[its]).square().mean().backward()
             optimizer.step()
     with torch.no_grad():
-        return torch.cat([values(batch) for batch, _ in micros])
+        return lm.r_max * torch.cat([critic.of_turns(batch) for batch, _ in micros]).cpu()
 
 
 def gradients(lm, micros, weights, signs):
@@ -128,14 +123,14 @@ def jackknife(of, folds):
 
 def measure(lm, config, groups):
     """-> {V: ((explained variance, its error), [(games needed, error) for each of LAMBDAS])}."""
-    whole, micros, turns, group = dataclasses.replace(config, mini_batch=10 ** 9), [], [], []
-    for number, games in enumerate(groups):
+    whole, micros, turns = dataclasses.replace(config, mini_batch=10 ** 9), [], []
+    for games in groups:
         played, (batches,) = train.pack(games, whole, 0, lm.device)
         micros.append([(micro.batch, len(turns) + torch.arange(len(games))[micro.turns])
                        for micro in batches])
-        turns, group = turns + played.turns, group + [number] * len(games)
-    played, flat, group = train.Played(turns, "cpu"), sum(micros, []), torch.tensor(group)
-    paid = played.traj, played.turn, played.reward
+        turns += played.turns
+    played, flat = train.Played(turns, "cpu"), sum(micros, [])
+    group, paid = played.traj // GROUP, (played.traj, played.turn, played.reward)
     returns = discounted_returns(*paid, gamma=config.gamma)
     with torch.no_grad():
         hidden = torch.cat([lm.body(b.ids)[b.row, b.start - 1] for b, _ in flat])
