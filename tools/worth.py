@@ -1,6 +1,6 @@
 """What V is worth at a fixed policy: how much of the returns it explains, and what it saves.
 
-    python tools/worth.py runs/NAME/checkpoint-15            in the settings of its run
+    python tools/worth.py runs/NAME/checkpoint-40            in the settings of its run
     python tools/worth.py results/tiny-house-8 --places 8 --objects 6 --horizon 40
 
 Success differs by 5 to 15 points from seed to seed; a gradient says more. A model plays training
