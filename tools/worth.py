@@ -12,7 +12,7 @@ for the same: 128 means that half of the games are saved. Errors are by jackknif
     shared       the model's own V, which may have seen these games in training
     kind x turn  the mean over the other half of the games, of this kind of task, at this turn
     ridge        a linear function of the model's hidden state where V is read
-    critic       a copy of the model's body under a head of its own, trained on the other half
+    critic       a copy of the model's body, trained on the other half by AdamW from --critic_lr
 """
 import contextlib
 import dataclasses
@@ -69,17 +69,18 @@ def by_ridge(hidden, seen, returns):
     return (x @ torch.linalg.solve(gram, x[seen].T @ returns[seen].double())).float()
 
 
-def by_critic(lm, micros, seen, returns, epochs=2, lr=3e-4):
+def by_critic(lm, micros, seen, returns, config, epochs=2):
     """micros: [(Batch, the numbers of its turns)], of all turns in order."""
     critic = Critic(lm)
-    optimizer = torch.optim.AdamW(critic.parameters(), lr)
+    optimizer = torch.optim.AdamW(critic.parameters())
     known = [micro for micro in micros if seen[micro[1]].all()]
-    for epoch in range(epochs):
-        for i in tqdm(np.random.default_rng(epoch).permutation(len(known)), "critic", leave=False):
-            batch, its = known[i]
-            optimizer.zero_grad()
-            (lm.r_max * critic.of_turns(batch).cpu() - returns[its]).square().mean().backward()
-            optimizer.step()
+    order = [*np.random.default_rng(0).permutation(epochs * len(known))]
+    for step, i in enumerate(tqdm(order, "critic", leave=False)):
+        batch, its = known[i % len(known)]
+        optimizer.param_groups[0]["lr"] = config.critic_lr * (1 - step / len(order))
+        optimizer.zero_grad()
+        (lm.r_max * critic.of_turns(batch).cpu() - returns[its]).square().mean().backward()
+        optimizer.step()
     with torch.no_grad():
         return lm.r_max * torch.cat([critic.of_turns(batch) for batch, _ in micros]).cpu()
 
@@ -138,7 +139,7 @@ def measure(lm, config, groups):
     halves = [group % 2 == fold for fold in (0, 1)]
     for name, fit in {"kind x turn": lambda seen: by_kind_and_turn(played, seen, returns),
                       "ridge": lambda seen: by_ridge(hidden.cpu(), seen, returns),
-                      "critic": lambda seen: by_critic(lm, flat, seen, returns)}.items():
+                      "critic": lambda seen: by_critic(lm, flat, seen, returns, config)}.items():
         values[name] = torch.where(halves[1], *map(fit, halves))
     folds = [[*range(fold, len(groups), 2)] for fold in (0, 1)]
 
