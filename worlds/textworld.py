@@ -3,7 +3,8 @@
 TextWorld parses the same grammar again and again, copies deeply what nobody changes, sorts the same
 facts for every query, and translates every game four times. `hurried` replaces those functions
 while a game is loaded or makes a step, and puts the originals back. The answers are the same, byte
-for byte, and a step is some eighteen times faster. Only TextWorld 1.7.0 is touched. """
+for byte, and a step is some eighteen times faster. Only TextWorld 1.7.0 is touched, which without
+this does not run on Python 3.13. """
 import contextlib
 import copy
 import functools
@@ -64,12 +65,18 @@ def shortcuts():
     def parse(text, rule_name, trace=False):
         return shallow(parse_grammar(text, rule_name=rule_name))
 
+    def derive(symbol, context=None):
+        # the original adds the variables to locals(), which Python 3.13 no longer looks into
+        variables = (context or symbol.context)["variables"]
+        return [textgen.TerminalSymbol(eval(symbol.expression, vars(textgen), dict(variables)))]
+
     def pddl2sas(domain, problem, verbose=False, optimize=False):
         return translate(domain, problem)  # optimizing serves a planner that is never asked
 
     return [
         (textgen, "deepcopy", shallow),  # safe only together with the next
         (textgen, "_parse_and_convert", parse),
+        (textgen.EvalSymbol, "derive", derive),
         (Rule, "parse_conjunctive_query",
          staticmethod(functools.cache(Rule.parse_conjunctive_query))),
         (fast_downward, "pddl2sas", pddl2sas),
