@@ -544,10 +544,10 @@ def options_for(given):
 
 
 def default_workers(name):
-    """One process per core, at most 16, shared by a machine's ranks; the house needs none."""
+    """Processes of a rank: one per core, at most 16 on a machine; the house needs none."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return 0 if name == "house" else max(1, min(16, cores // ranks))
+    return 0 if name == "house" else max(1, min(16, cores) // ranks)
 
 
 # -------------------------------------------------------------------------------- worker pool

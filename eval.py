@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import envs
 from machine.cli import Parser, one_line_errors, options_of
@@ -29,16 +28,16 @@ from machine.runs import read_json, read_log, settings_of, write_file
 from model import load
 from rollout import EVALUATION, Sampler, trajectories
 
-SIDE_BY_SIDE = 128  # games played at once
+SIDE_BY_SIDE = 144  # games played at once: all of an evaluation on ALFWorld
 TEMPERATURES = {"": 0.4, "_at_1": 1.0}  # by endings of names in eval.json; 0.4 is verl-agent's
 
 # ----------------------------------------------------------------------------- games and reports
 
 def attempt(sampler, games, pool, *, seed, rows, history):
     """Plays {number: game} and yields (number, record) of an episode as soon as it is over."""
-    over = trajectories(sampler, [*games.values()], pool, trajs=games, seed=(seed, 0, EVALUATION),
-                        rows=rows or SIDE_BY_SIDE, history=history)
-    for number, turns, episode in tqdm(over, "games", len(games), leave=False, disable=None):
+    for number, turns, episode in trajectories(
+            sampler, [*games.values()], pool, trajs=games, seed=(seed, 0, EVALUATION),
+            rows=rows or SIDE_BY_SIDE, history=history, what="evaluation"):
         yield number, record(pool.env, games[number], turns, episode)
 
 
@@ -54,9 +53,10 @@ def record(env, game, turns, episode):
 
 def sampler_for(lm, settings, temperature=1.0):
     """settings: of a run, or flags of an evaluation, which compiles nothing."""
-    compile = temperature == 1 and getattr(settings, "compile", False)
+    compile = temperature == 1 and bool(getattr(settings, "compile", False))
+    check = (settings.context, compile) not in lm.fastest  # once for a model and a context
     return Sampler(lm, settings.engine, settings.context, settings.max_new, temperature, compile,
-                   settings.max_prompt)
+                   settings.max_prompt, check)
 
 
 def spaced(ids, limit):
@@ -98,6 +98,12 @@ def of_run(lm, pool, config, temperatures=TEMPERATURES):
             out[end] = play(sampler_for(lm, config, temperature), ids, pool, config)
             gc.collect()  # a sampler refers to itself, and would keep its memory
     return out
+
+
+def success_of(played):
+    """What `of_run` gives, in words."""
+    return ", ".join(f"{mean([r['won'] for r in records]):.1%} of {len(records)} held-out games at "
+                     f"T = {TEMPERATURES[end]:g}" for end, records in played.items()) or "not asked"
 
 
 def write_of_run(before, after, config):

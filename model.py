@@ -12,6 +12,7 @@ of its response. V is read at start - 1, Q at end - 1, the last token the policy
 sequences, T tokens, M response tokens, N turns, W words, D width. `# SAPO:` marks what is new.
     python model.py [--model NAME]       shows a model's reserved words and reads V and Q of a turn
 """
+import contextlib
 import copy
 import functools
 import json
@@ -79,7 +80,8 @@ def make_batch(samples):
         raise ValueError("a turn needs context before it and a response in it")
     ids = [torch.tensor(ids, dtype=torch.long) for ids, _ in samples]
     row, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
-    turn_of = torch.arange(len(turns)).repeat_interleave(end - start)
+    tokens = sum(end - start for _, start, end in turns)
+    turn_of = torch.arange(len(turns)).repeat_interleave(end - start, output_size=tokens)
     col = torch.arange(len(turn_of)) + (end - (end - start).cumsum(0))[turn_of]
     return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
                  row, start, end, turn_of, row[turn_of], col)
@@ -155,9 +157,45 @@ def all_full(body):
     return set(layers) == {"full_attention"} if layers else not window
 
 
+class Float32Product(torch.autograd.Function):
+    """16-bit hidden states (M, D) times a 16-bit head (W, D) -> float32 logits (M, W). Rounded to
+    bfloat16, a logit between 16 and 32 would be off by up to 0.06. The gradient of the logits is
+    rounded to 16 bits, as it is in any 16-bit linear layer."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        if torch.compiler.is_compiling():
+            return hidden.float() @ weight.float().T
+        logits = torch.empty(len(hidden), len(weight))
+        for start in range(0, len(weight), 1024):  # a widened slice fits a CPU's cache
+            part = slice(start, start + 1024)
+            torch.mm(hidden.float(), weight[part].float().T, out=logits[:, part])
+        return logits
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        return grad @ weight, grad.T @ hidden
+
+
+def float32_logits(hidden, head):
+    """Hidden states (M, D) -> logits (M, W) of the output layer `head`, in float32."""
+    if head.weight.dtype not in (torch.float16, torch.bfloat16):
+        return head(hidden)
+    if hidden.dtype == head.weight.dtype:
+        logits = Float32Product.apply(hidden, head.weight)
+    else:  # hidden states that `in_float32` made
+        logits = hidden @ head.weight.float().T
+    return logits if head.bias is None else logits + head.bias.float()
+
+
 def token_scores(hidden, token, head, value_ids):
     """Hidden states (M, D), the tokens (M,) that followed -> their log-probs, the entropy, (M,)."""
-    logp = restricted_log_softmax(head(hidden).float(), value_ids)  # (M, W)
+    logp = restricted_log_softmax(float32_logits(hidden, head), value_ids)  # (M, W)
     return logp.gather(1, token[:, None])[:, 0], entropy(logp, value_ids)
 
 
@@ -191,6 +229,7 @@ class ActorCritic:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
+        self.fastest = {}  # (context, compile): how a Sampler computes, once that has been checked
         self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
         # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
         self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
@@ -440,7 +479,7 @@ def readout_at_start(lm, ids):
     """ValueError where Eq. 1 is flat for V and Q of an empty response: neither could be trained."""
     end = lm.chat.prompt("-", [None])[:1]  # the end of a turn; V is read before it and Q after it
     hidden = lm.body(torch.tensor([ids + end], device=lm.device))[0, -2:]
-    plus, minus = (lm.head(hidden).float()[:, i] for i in lm.value_ids)
+    plus, minus = (float32_logits(hidden, lm.head)[:, i] for i in lm.value_ids)
     v, q = (plus - minus).tolist()
     if min(abs(v), abs(q)) > lm.tau_v:
         raise ValueError(f"the value readouts start saturated: logits of {lm.value_ids} differ by "
@@ -450,13 +489,109 @@ def readout_at_start(lm, ids):
 
 @torch.no_grad()
 def check_head(lm):
-    """Refuses a model that changes its logits after the head, which score() applies itself. The
-    comparison is exact, because softcapping hardly changes small ones."""
+    """ValueError where a model changes its hidden states before the head, or its logits after it,
+    because score() applies the head by itself. What goes into the head and what comes out of it are
+    seen in one pass, so that the comparison can be exact: softcapping hardly changes small logits,
+    and another pass might be rounded otherwise."""
+    seen = {}
+    hooks = [lm.model.base_model.register_forward_hook(
+        lambda module, inputs, output: seen.update(body=output.last_hidden_state)),
+        lm.head.register_forward_hook(
+            lambda module, inputs, output: seen.update(before=inputs[0], after=output))]
     ids = torch.tensor([lm.chat.prompt("hello")], device=lm.device)
     logits = lm.model(input_ids=ids, use_cache=False).logits
-    if not torch.equal(logits.float(), lm.head(lm.body(ids)).float()):
+    for hook in hooks:
+        hook.remove()
+    if not (torch.equal(seen["body"], seen["before"])
+            and torch.equal(logits.float(), seen["after"].float())):
         raise ValueError(f"{type(lm.model).__name__} is not supported: it does something to its "
-                         "logits after the head (softcapping or scaling), or they are not finite")
+                         "logits before or after the head (softcapping or scaling), or they are "
+                         "not finite")
+
+
+# ------------------------------------------------- is a faster way of computing a model a right one
+
+@contextlib.contextmanager
+def in_float32(body):
+    """Within it, `body` computes in float32: the weights of each module are widened while that is
+    called, so that in a pass without gradients they never exist all at once."""
+    narrow, hooks = {}, []
+
+    def widen(module, inputs):
+        narrow[module] = module._parameters
+        module._parameters = {name: p if p is None else p.float()
+                              for name, p in module._parameters.items()}
+
+    def restore(module, inputs, output):
+        module._parameters = narrow.pop(module)
+
+    for module in body.modules():
+        if module._parameters:
+            hooks += [module.register_forward_pre_hook(widen),
+                      module.register_forward_hook(restore, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def error_beyond_rounding(found, plain, exact):
+    """What a 16-bit model gives depends on the order of its operations, and the error grows through
+    the layers. So the root mean square error of `found` may be twice that of a plain pass, both
+    against the model in float32, and a little more where there are few numbers. -> its error and
+    the largest that is right, or None if it is right. Tensors of one shape; for a float32 model
+    `plain` and `exact` are the same."""
+    def error(x):
+        return (x.double() - exact.double()).square().mean().sqrt().item()
+
+    most = 2 * (1 + 7 / exact.numel()) * error(plain) + 1e-3
+    return None if error(found) <= most else (error(found), most)  # NaN is not right
+
+
+def compiled_scoring(lm, tokens):
+    """-> lm with scoring compiled, or with a warning lm itself, where log-probs, entropies, values
+    or gradients are wrong. It is compiled for a batch of about as many `tokens` as a micro-batch
+    has, because the compiler plans for the sizes that it sees first, and compared on a small one.
+    Of each gradient its projection on a random direction is compared."""
+    from machine.fast import warn
+    length = min(500, lm.max_length)
+    dice = torch.Generator().manual_seed(0)
+    words = torch.tensor([i for i in range(20) if i not in lm.value_ids])
+    rows = max(2, tokens // length) | 1  # odd, unlike all widths: the compiler merges equal sizes
+    ids = words[torch.randint(len(words), (rows, length), generator=dice)].tolist()
+    samples = [(row, [(1, length)]) for row in ids]
+    fast, small = replace(lm, compile=True), make_batch(samples[:3]).to(lm.device)
+    fast.score(make_batch(samples).to(lm.device)).logp.sum().backward()
+    found, plain = scores_and_gradients(fast, small), scores_and_gradients(lm, small)
+    with in_float32(lm.model.base_model):
+        exact = scores_and_gradients(lm, small)
+    sizes = exact.pop("sizes").clamp(min=1e-30)
+    for what, scale in (("scores", 1), ("gradients", sizes)):
+        columns = (x[what] / scale for x in (found, plain, exact))
+        if wrong := error_beyond_rounding(*columns):
+            warn(f"compiled scoring is not used: the error of its {what} is {wrong[0]:.2g}, where "
+                 f"rounding explains {wrong[1]:.2g}")
+            return lm
+    return fast
+
+
+def scores_and_gradients(lm, batch):
+    """-> "scores", all numbers of lm.score(batch) in one tensor, and of the gradient of their sum,
+    for each parameter, "gradients", its projection on a random direction, and "sizes", its norm."""
+    lm.model.zero_grad(set_to_none=True)
+    scores = torch.cat(lm.score(batch))
+    scores.sum().backward()
+    projections, sizes = [], []
+    for n, p in enumerate(lm.model.parameters()):
+        if p.grad is not None:
+            dice = torch.Generator(p.device).manual_seed(n)
+            signs = torch.randint(0, 2, p.shape, generator=dice, device=p.device, dtype=torch.int8)
+            projections.append((p.grad.float() * (2 * signs - 1)).sum())
+            sizes.append(p.grad.float().norm())
+    lm.model.zero_grad(set_to_none=True)
+    return {"scores": scores.detach(), "gradients": torch.stack(projections),
+            "sizes": torch.stack(sizes)}
 
 
 def main():

@@ -12,6 +12,7 @@ stand last. N turns and M response tokens are this rank's; sums and means take i
 import contextlib
 import copy
 import dataclasses
+import gc
 import json
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,29 +23,29 @@ import torch
 import envs
 import eval as evaluation
 from machine import runs
-from machine.cli import flags_of, one_line_errors
-from machine.fast import compiled_scoring
+from machine.cli import flags_of, one_line_errors, out_of_memory, progress
 from machine.page import episode_page
-from machine.ranks import (AdamW, barrier, everyone, from_ranks, join_ranks, mean, rank, say,
-                           take_step, world)
-from model import Batch, Critic, Scores, is_tiny, load, make_batch, micro_batches, readout_at_start
+from machine.ranks import (AdamW, Stopped, barrier, everyone, from_rank_0, from_ranks, join_ranks,
+                           mean, rank, say, stop, sum_over_ranks, world)
+from model import (Batch, Critic, Scores, compiled_scoring, is_tiny, load, make_batch,
+                   micro_batches, readout_at_start)
 from rollout import ROLLOUT, SHUFFLE, TASKS, rollout
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 
 
-def train(lm, pool, config, checkpoint=None):
+def train(learner, pool, config, checkpoint=None):
     """Algorithm 1, from `checkpoint` on, if any."""
-    sampler, learner = evaluation.sampler_for(lm, config), LEARNERS[config.algo](lm, config)
-    run = Run(sampler, learner, pool, config, checkpoint)
-    for iteration in run:  # it resumes, saves, and leaves on a signal
-        turns = rollout(  # line 2  # SAPO: one trajectory per task
-            sampler, run.games(iteration), pool, trajs=range(rank(), config.tasks, world()),
-            seed=(config.seed, iteration, ROLLOUT), rows=config.rows, history=config.history)
-        pool.load(run.games(iteration + 1))  # in the background
-        metrics = learner.learn(turns, iteration)  # lines 3 to 7
-        run.log(iteration, turns, metrics)
+    sampler = evaluation.sampler_for(learner.lm, config)
+    with Run(sampler, learner, pool, config, checkpoint) as run:
+        for iteration in run:  # it resumes, saves, and stops on a signal
+            turns = rollout(  # line 2  # SAPO: one trajectory per task
+                sampler, run.games(iteration), pool, trajs=range(rank(), config.tasks, world()),
+                seed=(config.seed, iteration, ROLLOUT), rows=config.rows, history=config.history)
+            pool.load(run.games(iteration + 1))  # in the background
+            metrics = learner.learn(turns, iteration)  # lines 3 to 7
+            run.log(iteration, turns, metrics)
 
 
 class Learner:
@@ -70,11 +71,14 @@ class Learner:
         played, batches = pack(turns, self.config, iteration, self.lm.device)
         old, sampler_off = score_old(self.lm, played, batches, self.config)  # line 3
         self.clock.lap("old")
-        ref = score_all(self.reference, batches).logp if self.config.beta else None
+        ref = score_all(self.reference, batches, "ref").logp if self.config.beta else None
         self.clock.lap("ref")
+        from_ranks([], finish=True)  # weights change: from here on a signal ends the iteration late
         targets = self.targets(played, batches, old)  # lines 4 and 5
         note_advantages(played, targets.adv)
-        steps = [self.step(mini, old, ref, targets, iteration) for mini in batches]  # lines 6 and 7
+        with progress("update", padded_tokens(batches) * len(self.models), "token") as bar:
+            steps = [self.step(mini, old, ref, targets, iteration, bar.update)  # lines 6 and 7
+                     for mini in batches]
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()  # the rollout can use the memory
         return {"sampler_off": sampler_off} | numbers_of(targets, steps)
@@ -101,8 +105,9 @@ class Learner:
             y_v=targets.y_v[n], y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip, clip_q=c.clip,
             c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
-    def step(self, mini, old, ref, targets, iteration):
-        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers."""
+    def step(self, mini, old, ref, targets, iteration, advance=lambda tokens: None):
+        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers.
+        advance(padded tokens) is called for each micro-batch."""
         c = self.config
         sizes = from_ranks([(len(micro.batch.turn_of), len(micro.batch.start)) for micro in mini])
         n_tokens, n_turns = map(sum, zip(*sizes))
@@ -113,9 +118,10 @@ class Learner:
             loss = self.loss_critic if end else self.loss
             optimizer = self.optimizers[end]
             optimizer.param_groups[0]["lr"] = (c.critic_lr if end else c.lr) * decay * warmup
-            out = take_step(
-                model, optimizer, mini,
-                lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns), c.checkpointing)
+            infos = self.gradients_within_memory(
+                model, mini, lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns))
+            out = apply_gradients(model, optimizer, infos)
+            advance(padded_tokens([mini]))
             info |= {f"{key}{end}": x for key, x in out.items()}
             self.clock.lap("critic" if end else "update")
         self.steps += 1
@@ -124,6 +130,28 @@ class Learner:
             raise ValueError(f"{PATIENCE} steps in a row were not finite; go on from the last "
                              f"good weights: --model {c.out}/checkpoint-N --out NEW, a lower --lr")
         return info
+
+    def gradients_within_memory(self, model, mini, loss_of):
+        """The gradients of a mini-batch -> its micro-batches' infos. If memory is short, it is done
+        again with half the tokens in a micro-batch, as are all that follow: the same numbers,
+        because the losses have the mini-batch's denominators."""
+        while True:
+            micros = [part for micro in mini
+                      for part in split(micro, self.config.tokens_per_micro_batch)]
+            try:
+                return add_up_gradients(model, micros, loss_of, self.config.checkpointing)
+            except RuntimeError as error:
+                sizes = [micro.batch.ids.numel() for micro in micros if len(micro.batch.ids) > 1]
+                if not out_of_memory(error) or not sizes:
+                    raise
+            # here, where nothing refers to the failed pass any more
+            half = min(max(sizes), self.config.tokens_per_micro_batch) // 2
+            self.config = dataclasses.replace(self.config, tokens_per_micro_batch=half)
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            print(f"out of memory in an update of rank {rank()}: it is done again, and goes on, "
+                  f"with --tokens_per_micro_batch {half}", flush=True)
 
     def save(self, folder):
         """Writes all that decides what comes next; random numbers and the order of tasks follow
@@ -140,11 +168,56 @@ class Learner:
         self.lm.model.load_state_dict(saved.state_dict())
         if self.critic:
             self.critic.load_state_dict(torch.load(folder / "critic.pt", map_location="cpu"))
+        found = [set() for _ in self.optimizers]
         for share in folder.glob("learner-*.pt"):
             kept = torch.load(share, map_location="cpu", mmap=True)
             self.steps = kept["steps"]
-            for optimizer, states in zip(self.optimizers.values(), kept["states"]):
+            for optimizer, states, known in zip(self.optimizers.values(), kept["states"], found):
                 optimizer.take(states)
+                known.update(states)
+        if [*map(len, found)] != [len(optimizer.owner) for optimizer in self.optimizers.values()]:
+            raise ValueError(f"{folder} lacks one of its learner-*.pt: some ranks' share of the "
+                             "optimizer's state")
+
+
+# ----------------------------------------------------------------------------- the optimizer step
+
+GRAD_CLIP = 1.0  # the largest norm of a gradient; verl-agent's, as is the weight decay
+
+
+def add_up_gradients(model, micros, loss_of, checkpointing=False):
+    """Line 7: the gradients of the micro-batches' losses, of which loss_of(micro) gives (loss,
+    info) -> the infos, and in them the losses."""
+    model.zero_grad(set_to_none=True)
+    model.train(checkpointing)  # transformers recomputes activations in this mode alone
+    infos = []
+    for micro in micros:
+        loss, info = loss_of(micro)
+        loss.backward()
+        infos.append(info | {"loss": loss.detach()})
+    model.eval()
+    return infos
+
+
+def apply_gradients(model, optimizer, infos):
+    """Line 7: one optimizer step on the sum of all ranks' gradients, because the losses have global
+    denominators. Returns the sums of the infos (*_max: maxima; shares: at most 1), the gradient's
+    norm before it is clipped, and whether the step was skipped as not finite."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
+    sum_over_ranks([p.grad for p in model.parameters()])
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
+    rows = [torch.stack([*info.values()]) for info in infos]
+    rows = torch.stack(rows).tolist() if rows else []  # the only wait for a GPU but the norm's
+    infos = from_ranks([dict(zip(info, row)) for info, row in zip(infos, rows)])
+    out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
+    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
+    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
+    if finite:
+        optimizer.step()
+    else:
+        say(f"a step is skipped: its loss is {out['loss']:g}, its gradient's norm {norm:g}")
+    return out | {"grad_norm": norm, "skipped": int(not finite)}
 
 
 # ------------------------------------------------------------- turns, batches, scores and targets
@@ -225,12 +298,42 @@ def pack(turns, config, iteration, device):
     return Played(ordered, device), batches
 
 
+def split(micro, budget):
+    """A micro-batch -> parts of at most `budget` padded tokens, or of one row."""
+    b = micro.batch
+    rows = max(1, budget // b.ids.shape[1])
+    if rows >= len(b.ids):
+        return [micro]
+    parts, n, m = [], 0, 0  # turns and tokens so far
+    for first in range(0, len(b.ids), rows):
+        inside = lambda row: (row >= first) & (row < first + rows)
+        turns, tokens = inside(b.row), inside(b.token_row)
+        length = b.length[first:first + rows]
+        batch = Batch(b.ids[first:first + rows, :length.max()], length, b.row[turns] - first,
+                      b.start[turns], b.end[turns], b.turn_of[tokens] - n,
+                      b.token_row[tokens] - first, b.token_col[tokens])
+        end_n, end_m = n + len(batch.row), m + len(batch.token_row)
+        parts.append(MicroBatch(
+            batch, slice(micro.tokens.start + m, micro.tokens.start + end_m),
+            slice(micro.turns.start + n, micro.turns.start + end_n)))
+        n, m = end_n, end_m
+    return parts
+
+
+def padded_tokens(batches):
+    return sum(micro.batch.ids.numel() for mini in batches for micro in mini)
+
+
 @torch.no_grad()
-def score_all(lm, batches):
-    """One forward pass over every micro-batch -> Scores of the whole iteration."""
-    nothing = Scores(*torch.zeros(4, 0, device=lm.device))  # a rank may have no turn
-    parts = [lm.score(micro.batch) for mini in batches for micro in mini]
-    return Scores(*map(torch.cat, zip(nothing, *parts)))
+def score_all(lm, batches, what="old"):
+    """One forward pass over every micro-batch -> Scores of the whole iteration. `what`: a word for
+    the progress bar."""
+    parts = [Scores(*torch.zeros(4, 0, device=lm.device))]  # a rank may have no turn
+    with progress(what, padded_tokens(batches), "token") as bar:
+        for micro in (micro for mini in batches for micro in mini):
+            parts.append(lm.score(micro.batch))
+            bar.update(micro.batch.ids.numel())
+    return Scores(*map(torch.cat, zip(*parts)))
 
 
 def score_old(lm, played, batches, config):
@@ -273,38 +376,60 @@ def numbers_of(targets, steps):
 # ------------------------------------------------------------------- what surrounds an iteration
 
 class Run:
-    """Iterates over the numbers of the iterations that are left: it goes on after a checkpoint,
-    writes the next ones, and leaves between two iterations when it is told to."""
+    """Iterates over the numbers of the iterations that are left: it goes on after a checkpoint and
+    writes the next ones. On SIGTERM or Ctrl-C it saves the last finished iteration and leaves."""
 
     def __init__(self, sampler, learner, pool, config, checkpoint=None):
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
         self.ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-        self.first = runs.iterations_in(checkpoint)
+        self.done = self.saved = self.first = runs.iterations_in(checkpoint)
+        self.signals = stop.on_signals()
         self.lost = 0  # iterations in a row
         self.said = set()  # warnings
         if checkpoint:
             learner.restore(checkpoint)
         self.wandb = runs.begin_wandb(config) if config.wandb and rank() == 0 else None
 
+    def __enter__(self):
+        self.signals.__enter__()
+        return self
+
     def __iter__(self):
         config, clock = self.config, self.learner.clock
         clock.start()
-        with runs.signals_noted() as noted:
-            for iteration in range(self.first, config.iterations):
-                self.pool.seconds = 0.0
-                self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
-                yield iteration
-                clock.start()
-                done = iteration + 1
-                leave = any(from_ranks([bool(noted)]))
-                if leave or done % config.save_every == 0 or done == config.iterations:
-                    runs.save_checkpoint(config.out, done, self.learner.save)
-                    clock.lap("save")  # which is logged with the next iteration
-                if leave and done < config.iterations:
-                    say(f"{done} iterations are saved; --resume --out {config.out} goes on")
-                    raise KeyboardInterrupt
-        if self.wandb:
-            self.wandb.finish()
+        for iteration in range(self.first, config.iterations):
+            self.pool.seconds = 0.0
+            self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
+            stop.nothing_is_lost = True  # until weights change
+            stop.leave_if_possible()
+            yield iteration
+            clock.start()
+            self.done = iteration + 1
+            leave = any(from_ranks([stop.requested])) and self.done < config.iterations
+            if leave or self.done % config.save_every == 0 or self.done == config.iterations:
+                self.save()
+                clock.lap("save")  # which is logged with the next iteration
+            if leave:
+                raise Stopped(agreed=True)
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if kind is Stopped:
+                if not error.agreed:
+                    from_ranks([])  # tells the other ranks
+                self.save()
+                say(f"{self.done} iterations are saved; --resume --out {self.config.out} goes on"
+                    if self.done else "no iteration was finished, so there is nothing to save")
+            elif kind is None and self.wandb:
+                self.wandb.finish()
+        finally:
+            self.signals.__exit__(kind, error, trace)
+
+    def save(self):
+        """A checkpoint of the last finished iteration, if there is none yet."""
+        if self.done > self.saved:
+            runs.save_checkpoint(self.config.out, self.done, self.learner.save)
+            self.saved = self.done
 
     def games(self, iteration):
         """This rank's tasks of an iteration, --group_size times each; none after the last one.
@@ -453,7 +578,7 @@ class Config:
     tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
     old: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's own
     checkpointing: bool = False  # recompute activations: less memory, a third more time
-    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW; 16 bits rounded randomly
+    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW, and gradients: 12 or 6 bytes
 
     eval_games: int = None  # held-out games; default the env's
     eval_every: int = 0  # iterations between evaluations while training, whose best is kept
@@ -467,11 +592,12 @@ PRESETS = {
     "webshop": dict(mini_batch=64),  # its episodes are short
     "tiny": dict(dtype="float32", compile=False, iterations=40, tasks=64, max_new=16,
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
-                 tokens_per_micro_batch=4096)}
+                 tokens_per_micro_batch=4096),
+    "tiny in house": dict(iterations=24)}  # the fewest at which five seeds end above 95 %
 PATIENCE = 5  # steps in a row that may fail before the run stops
 # What a resumed run may change: its length and surroundings, and what helps against low memory.
-MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wandb",
-              "tokens_per_micro_batch", "checkpointing", "compile"}
+MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wandb", "max_prompt",
+              "tokens_per_micro_batch", "checkpointing", "compile", "moments"}
 
 
 def parse_config(argv=None):
@@ -499,6 +625,7 @@ def defaults_for(asked):
            "group_size": 8 if LEARNERS[asked.algo] is Grouped else 1}
     out |= PRESETS["webshop"] if asked.env.startswith("webshop") else {}
     out |= PRESETS["tiny"] if is_tiny(asked.model) else {}
+    out |= PRESETS["tiny in house"] if (asked.model, asked.env) == ("tiny", "house") else {}
     return out if asked.context == "window" else out | {"max_prompt": None}
 
 
@@ -538,9 +665,10 @@ def load_start(config, pool):
     pool.drop(0)
     say(f"loading {config.model}; {config.out} is written")
     prompt = pool.env.episode(*first).window_prompt()
-    lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
-              value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
-              prompt=prompt, max_new=config.max_new)
+    with progress(f"loading {config.model}"):
+        lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
+                  value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
+                  prompt=prompt, max_new=config.max_new)
     readout_at_start(lm, lm.chat.prompt(prompt))
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
     say(f"on {lm.device}{threads}, {world()} rank(s); w+ and w- are {lm.value_ids}")
@@ -556,7 +684,8 @@ def fitted(lm, config):
     if config.compile:
         say("compiling what scores and samples, which takes minutes; --no-compile goes without")
         lm.model.train(config.checkpointing)  # as in an update
-        lm = compiled_scoring(lm, config.tokens_per_micro_batch)
+        with progress("compiling"):
+            lm = compiled_scoring(lm, config.tokens_per_micro_batch)
         lm.model.eval()
     return lm
 
@@ -569,12 +698,16 @@ def run(config):
                                        envs.default_workers(config.env))) as pool):
         checkpoint = runs.newest_checkpoint(out)
         lm = load_start(config, pool)
+        learner = LEARNERS[config.algo](lm, config)  # and the memory that training keeps
         if rank() == 0:
             runs.begin_folder(out, vars(config), checkpoint)
-        before = runs.read_json(f"{out}/before.json") or evaluation.of_run(lm, pool, config)
+        before = from_rank_0(runs.read_json(f"{out}/before.json"))
+        if not before:
+            before = evaluation.of_run(lm, pool, config)
         if rank() == 0:
             runs.write_file(f"{out}/before.json", json.dumps(before))
-        train(lm, pool, config, checkpoint)
+        say("success before training: " + evaluation.success_of(before))
+        train(learner, pool, config, checkpoint)
         after = evaluation.of_run(lm, pool, config)
         runs.write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
         if rank() == 0:

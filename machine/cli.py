@@ -1,4 +1,4 @@
-"""What a user sees of a script: its flags, and one line where something is wrong."""
+"""What a user sees of a script: its flags, how far it is, and one line where something is wrong."""
 import argparse
 import contextlib
 import dataclasses
@@ -7,11 +7,15 @@ import os
 import re
 import signal
 import sys
+import threading
 from typing import get_args
 
 import torch
 import torch.distributed as dist
 import transformers
+from tqdm import tqdm
+
+from machine.ranks import rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,12 +52,46 @@ def flags_of(cls, presets, description):
     return parser
 
 
+@contextlib.contextmanager
+def progress(what, total=None, unit=None):
+    """-> a tqdm bar, of rank 0 alone, if there is a unit to count. Where the screen is no terminal
+    but a file, it is a line a minute, which also comes while nothing is counted."""
+    terminal, over = sys.stderr.isatty(), threading.Event()
+    with open(os.devnull, "w") as nowhere:
+        bar = tqdm(desc=what, total=total, unit=unit or "", unit_scale=unit == "token", leave=False,
+                   file=sys.stderr if terminal and unit and rank() == 0 else nowhere)
+
+        def a_line_a_minute():
+            while not over.wait(LINE_EVERY):
+                print(" ".join(bar.format_meter(**bar.format_dict | {"ncols": 0}).split()),
+                      file=sys.stderr, flush=True)
+
+        if not terminal and rank() == 0:
+            threading.Thread(target=a_line_a_minute, daemon=True).start()
+        try:
+            yield bar
+        finally:
+            over.set()
+            bar.close()
+
+
+LINE_EVERY = 60.0  # seconds
+
+
+def out_of_memory(error):
+    """Whether an error says that memory is short. cuBLAS, NCCL and the CPU's allocator say so by a
+    RuntimeError of their own."""
+    says = ("out of memory", "alloc_failed", "can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and any(
+        text in str(error).lower() for text in says)
+
+
 def in_one_line(error):
     """An error's message with a remedy."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return ("out of memory. In an update: lower --tokens_per_micro_batch, or add "
-                "--checkpointing; in a rollout: lower --rows or --max_prompt; anywhere: "
-                f"--moments bfloat16, or more ranks ({str(error).splitlines()[0]})")
+    if out_of_memory(error):
+        return ("out of memory. In an update: --checkpointing; in a rollout: fewer --rows or a "
+                "lower --max_prompt; anywhere: --moments bfloat16, or more ranks. All of these can "
+                f"be given with --resume ({str(error).splitlines()[0]})")
     package = getattr(error, "name", None) if isinstance(error, ImportError) else None
     return f"{error}; pip install {package}" if package else str(error)
 
@@ -63,13 +101,14 @@ def one_line_errors(script, *known):
     """An error that the user can mend ends the script with one line, or a traceback where DEBUG is
     set. known: such errors beside the usual ones. SIGTERM does what Ctrl-C does."""
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty() or rank() > 0:
+        transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except Exception as error:
-        if os.environ.get("DEBUG") or not isinstance(error, (
-                torch.OutOfMemoryError, ValueError, OSError, ImportError, *known)):
+        if os.environ.get("DEBUG") or not out_of_memory(error) and not isinstance(error, (
+                ValueError, OSError, ImportError, *known)):
             raise
         sys.exit(f"{script}: {in_one_line(error)}")
     except KeyboardInterrupt:

@@ -1,10 +1,14 @@
-"""The ranks that torchrun starts, and line 7 of Algorithm 1: a step on the sum of their gradients.
+"""The ranks that torchrun starts, and an optimizer whose state is spread over them.
 
-    rank, world, from_ranks, barrier   without torchrun there is one rank
-    take_step                          gradients of micro-batches -> a step
-    AdamW                              for 16-bit models too, its state spread over the ranks
+    rank, world, from_ranks, from_rank_0, barrier   without torchrun there is one rank
+    stop                                            what SIGTERM or Ctrl-C has asked all ranks for
+    AdamW                                           for 16-bit models too
 """
+import contextlib
 import os
+import signal
+import sys
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -15,6 +19,9 @@ import torch.distributed as dist
 
 def join_ranks():
     """Under torchrun: this process becomes a rank, with a GPU of its own where there are GPUs."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # most micro-batches have a shape of their own, which would fragment the memory
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if gpus:
         torch.cuda.set_device(local)
@@ -40,13 +47,86 @@ def barrier():
         dist.barrier()
 
 
-def from_ranks(items):
-    """Every rank's list, joined in the order of ranks."""
-    if world() == 1:
-        return items
-    lists = [None] * world()
-    dist.all_gather_object(lists, items)
-    return [x for part in lists for x in part]
+def from_ranks(items, finish=False):
+    """Every rank's list, joined in the order of ranks. With it goes whether the rank was told to
+    stop, see Stop; `finish`: from now on the iteration is finished first."""
+    with stop.held():
+        lists = [(stop.requested, items)]
+        if world() > 1:
+            lists *= world()
+            dist.all_gather_object(lists, (stop.requested, items))
+        agreed = stop.nothing_is_lost and any(requested for requested, _ in lists)
+        stop.nothing_is_lost &= not (agreed or finish)
+        if agreed:
+            raise Stopped(agreed=True)
+    return [x for _, part in lists for x in part]
+
+
+def from_rank_0(value):
+    """What rank 0 has: ranks that each read a file may find different things in it."""
+    return from_ranks([value if rank() == 0 else None])[0]
+
+
+# --------------------------------------------------------------------------------- told to stop
+
+class Stopped(KeyboardInterrupt):
+    """The iteration is given up. agreed: all ranks know."""
+
+    def __init__(self, agreed=False):
+        super().__init__()
+        self.agreed = agreed
+
+
+class Stop:
+    """What SIGTERM and Ctrl-C do while `train` runs. torchrun sends SIGTERM to all ranks, and kills
+    them half a minute later.
+
+    While `nothing_is_lost`, as no weight has changed in this iteration, a signal raises Stopped at
+    once. The other ranks learn of it by their next from_ranks, and raise it too. Later in an
+    iteration a signal is only noted, and the iteration is finished. A second signal raises
+    KeyboardInterrupt, unless it comes within a second: torchrun repeats the first."""
+
+    def __init__(self):
+        self.requested = self.nothing_is_lost = self.holding = False
+        self.when = 0.0
+
+    def note(self, *_):
+        if self.requested and time.time() > self.when + 1:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self.when = True, time.time()
+            print("\nStopping " + ("now" if self.nothing_is_lost else "after this iteration")
+                  + "; press Ctrl-C again to stop without saving", file=sys.stderr, flush=True)
+        self.leave_if_possible()
+
+    def leave_if_possible(self):
+        if self.requested and self.nothing_is_lost and not self.holding:
+            self.nothing_is_lost = False
+            raise Stopped
+
+    @contextlib.contextmanager
+    def held(self):
+        """Within it a signal is only noted: no rank may leave a collective half-way."""
+        self.holding = True
+        try:
+            yield
+        finally:
+            self.holding = False
+        self.leave_if_possible()
+
+    @contextlib.contextmanager
+    def on_signals(self):
+        """Within it, signals are handled as above."""
+        before = {kind: signal.signal(kind, self.note) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            self.requested = self.nothing_is_lost = False
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+
+
+stop = Stop()
 
 
 def mean(values):
@@ -56,6 +136,41 @@ def mean(values):
 def say(*words):
     if rank() == 0:
         print(*words, flush=True)
+
+
+# ------------------------------------------------------------------------------------ collectives
+# Not DistributedDataParallel: a rank may have no micro-batch in a step, and gradients are sums with
+# global denominators, not means. Not FSDP2: the sampler decodes with whole weights at every token.
+
+BUCKET = 2 ** 25  # entries sent at a time: hundreds of small collectives would wait on the network
+
+
+def in_buckets(tensors, send):
+    """send(flat) in place, for tensors of one dtype that are joined to buckets."""
+    buckets = []
+    for x in tensors:
+        if not buckets or sum(map(torch.numel, buckets[-1])) + x.numel() > BUCKET:
+            buckets.append([])
+        buckets[-1].append(x)
+    for bucket in buckets:
+        if len(bucket) == 1:
+            send(bucket[0])
+            continue
+        flat = torch.cat([x.reshape(-1) for x in bucket])
+        send(flat)
+        for x, part in zip(bucket, flat.split([x.numel() for x in bucket])):
+            x.copy_(part.view_as(x))
+
+
+def by_dtype(tensors):
+    """-> lists of tensors of one dtype each."""
+    return [[x for x in tensors if x.dtype == dtype] for dtype in {x.dtype: 0 for x in tensors}]
+
+
+def sum_over_ranks(tensors):
+    """Adds up each tensor over all ranks, in place."""
+    for alike in by_dtype(tensors) if world() > 1 else ():
+        in_buckets(alike, dist.all_reduce)
 
 
 # -------------------------------------------------------------------------------------- optimizer
@@ -84,13 +199,24 @@ class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for 16-bit models as well: updates go to float32 master weights, of which
     the model is a rounded copy, because at a learning rate of 1e-6 they are far below bf16's last
     digit. Each rank keeps the state of its share of the parameters, and sends the others what it
-    has updated (ZeRO 1). `moments`: torch.float32 or torch.bfloat16."""
+    has updated (ZeRO 1). The state is allocated here, so that a lack of memory is known at the
+    start. `moments`: torch.float32, with which gradients are added up in float32 too, or
+    torch.bfloat16, which takes 6 bytes a parameter less."""
 
     def __init__(self, params, lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8,
                  moments=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         self.moments = moments
-        self.owner = shares_of_ranks([p.numel() for p in self.param_groups[0]["params"]])
+        params = self.param_groups[0]["params"]
+        self.owner = shares_of_ranks([p.numel() for p in params])
+        for n, p in enumerate(params):
+            if moments == torch.float32:
+                p.grad_dtype = torch.float32
+            if self.owner[n] == rank():
+                self.state[p] = {"step": 0, "m": torch.zeros_like(p, dtype=moments),
+                                 "v": torch.zeros_like(p, dtype=moments)}
+                if p.dtype != torch.float32:
+                    self.state[p]["master"] = p.detach().float()
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -98,19 +224,15 @@ class AdamW(torch.optim.Optimizer):
         for n, p in enumerate(group["params"]):
             if p.grad is not None and self.owner[n] == rank():
                 self.update(p, group, n)
-        for n, p in enumerate(group["params"]):  # once all have updated their shares, side by side
-            if world() > 1:
-                dist.broadcast(p, self.owner[n])
+        for owner in range(world() if world() > 1 else 0):  # once all have updated their shares
+            theirs = [p.data for n, p in enumerate(group["params"]) if self.owner[n] == owner]
+            for alike in by_dtype(theirs):
+                in_buckets(alike, lambda flat: dist.broadcast(flat, owner))
 
     def update(self, p, group, n):
         """One step of parameter number n, in slices, because its float32 temporaries are several
         times its size, and a head is large."""
         state, generator = self.state[p], None
-        if not state:
-            state.update(step=0, m=torch.zeros_like(p, dtype=self.moments),
-                         v=torch.zeros_like(p, dtype=self.moments))
-            if p.dtype != torch.float32:
-                state["master"] = p.float()
         state["step"] += 1
         if self.moments != torch.float32:  # seeded, so that a resumed run rounds identically
             generator = torch.Generator(p.device).manual_seed(state["step"] * 10 ** 6 + n)
@@ -132,42 +254,11 @@ class AdamW(torch.optim.Optimizer):
         if p.dtype != master.dtype:
             p.copy_(master)
 
+    @torch.no_grad()
     def take(self, states):
         """Takes this rank's share of the "state" that a rank saved, of however many ranks."""
         for n, p in enumerate(self.param_groups[0]["params"]):
             if n in states and self.owner[n] == rank():
-                self.state[p] = {k: x.to(p.device, copy=True) if isinstance(x, torch.Tensor) else x
-                                 for k, x in states[n].items()}
-
-
-GRAD_CLIP = 1.0  # the largest norm of a gradient; verl-agent's, as is the weight decay
-
-
-def take_step(model, optimizer, micros, loss_of, checkpointing=False):
-    """One optimizer step on the sum of all ranks' losses, because these have global denominators.
-    loss_of(micro) gives (loss, info). Returns the sums of the infos (*_max: maxima; shares: at most
-    1), the gradient's norm before it is clipped, and whether the step was skipped as not finite."""
-    model.zero_grad(set_to_none=True)
-    model.train(checkpointing)  # transformers recomputes activations in this mode alone
-    infos = []
-    for micro in micros:
-        loss, info = loss_of(micro)
-        loss.backward()
-        infos.append(info | {"loss": loss.detach()})
-    model.eval()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if world() > 1:
-            dist.all_reduce(p.grad)
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
-    rows = [torch.stack([*info.values()]) for info in infos]
-    rows = torch.stack(rows).tolist() if rows else []  # the only wait for a GPU but the norm's
-    infos = from_ranks([dict(zip(info, row)) for info, row in zip(infos, rows)])
-    out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
-    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
-    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
-    if finite:
-        optimizer.step()
-    else:
-        say(f"a step is skipped: its loss is {out['loss']:g}, its gradient's norm {norm:g}")
-    return out | {"grad_norm": norm, "skipped": int(not finite)}
+                self.state[p]["step"] = states[n]["step"]
+                for key in self.state[p].keys() - {"step"}:
+                    self.state[p][key].copy_(states[n][key])

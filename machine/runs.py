@@ -18,8 +18,8 @@ import json
 import os
 import re
 import resource
+import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from machine.ranks import barrier, from_ranks, rank, say, world
+from machine.ranks import barrier, from_rank_0, from_ranks, rank, say, world
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -86,12 +86,13 @@ def name_of(given, usual, unnamed):
 @contextlib.contextmanager
 def held(out, resume):
     """All ranks call it. Within it, the folder `out` is this run's alone. ValueError where another
-    process writes to it, or where something is in it that is not to be resumed."""
+    process writes to it, where something is in it that is not to be resumed, or where the ranks do
+    not see the same folder."""
     if os.path.isfile(out):
         raise ValueError(f"--out {out} is a file: name a folder")
     os.makedirs(out, exist_ok=True)
     refused = []
-    with open(f"{out}/.lock", "w") as file:
+    with open(f"{out}/.lock", "a+") as file:
         if rank() == 0:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,6 +103,16 @@ def held(out, resume):
                            "another --out"]
         if why := from_ranks(refused):
             raise ValueError(why[0])
+        mark = from_rank_0(secrets.token_hex(8))
+        if rank() == 0:
+            file.truncate(0)
+            file.write(mark)
+            file.flush()
+        barrier()
+        blind = [] if Path(out, ".lock").read_text() == mark else [rank()]
+        if blind := from_ranks(blind):
+            raise ValueError(f"rank {blind[0]} does not see what rank 0 writes to {out}: --out "
+                             "must lie on a file system that all machines share")
         yield
 
 
@@ -163,9 +174,10 @@ def begin_wandb(config):
 # --------------------------------------------------------------------------------- checkpoints
 
 def newest_checkpoint(run):
-    """RUN/checkpoint-N with the largest N, or None. One that is being written has another name."""
+    """RUN/checkpoint-N with the largest N that rank 0 sees, or None. One that is being written has
+    another name."""
     whole = [path for path in Path(run).glob("checkpoint-*") if path.name[11:].isdigit()]
-    return max(whole, key=iterations_in, default=None)
+    return from_rank_0(max(whole, key=iterations_in, default=None))
 
 
 def iterations_in(checkpoint):
@@ -180,28 +192,6 @@ def save_checkpoint(out, done, fill):
         for older in Path(out).glob("checkpoint-*"):
             if older.name != f"checkpoint-{done}":
                 shutil.rmtree(older, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def signals_noted():
-    """Within it, Ctrl-C and SIGTERM only fill the list that it yields, so that the iteration ends
-    and is saved. A second one raises KeyboardInterrupt, unless it comes within a second: that is
-    torchrun repeating the first."""
-    noted = []
-
-    def note(*_):
-        if noted and time.time() > noted[0] + 1:
-            raise KeyboardInterrupt
-        if not noted:
-            print("\nleaves after this iteration; another Ctrl-C leaves at once", file=sys.stderr)
-        noted.append(time.time())
-
-    before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 # ---------------------------------------------------------------------------- seconds and memory

@@ -7,7 +7,7 @@ from machine import ranks
 
 def steps_of(optimizer, p, gradients):
     for g in gradients:
-        p.grad = g.to(p.dtype)
+        p.grad = g.to(p.grad_dtype)
         optimizer.step()
     return p.detach().clone()
 
@@ -35,7 +35,7 @@ def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
     steps_of(optimizer, ours, gradients)
     state, exact = optimizer.state[ours], torch.nn.Parameter(start.float())
     steps_of(torch.optim.AdamW([exact], lr=1e-6, weight_decay=0), exact,
-             [g.bfloat16().float() for g in gradients])
+             [g.to(ours.grad_dtype).float() for g in gradients])
     assert state["m"].dtype == moments and torch.equal(ours, state["master"].bfloat16())
     moved, wanted = state["master"] - start.float(), exact.detach() - start.float()
     if moments == torch.float32:

@@ -40,8 +40,9 @@ import eval as evaluation
 import train
 from envs import AlfWorld
 from machine import cli, runs
-from machine.ranks import AdamW, mean, say, take_step
-from model import actor_critic, is_tiny, load, make_batch, micro_batches, restricted_log_softmax
+from machine.ranks import AdamW, Stopped, mean, say, stop
+from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micro_batches,
+                   restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
 
@@ -284,7 +285,7 @@ def imitation_loss(lm, batch, text_weight):
     weight = text_weight * text  # (B, T)
     weight[batch.token_row, batch.token_col] = 1.0
     b, t = weight[:, 1:].nonzero(as_tuple=True)
-    logp = restricted_log_softmax(lm.head(hidden[b, t]), lm.value_index)
+    logp = restricted_log_softmax(float32_logits(hidden[b, t], lm.head), lm.value_index)
     return -(weight[b, t + 1] * logp.gather(1, batch.ids[b, t + 1][:, None])[:, 0]).sum()
 
 
@@ -312,10 +313,16 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
         yield batch
 
 
-def imitate(lm, pool, config, flags, noted=(), mapper=map):
+def take_step(model, optimizer, micros, loss_of, checkpointing=False):
+    """One optimizer step on the sum of the micro-batches' losses."""
+    infos = train.add_up_gradients(model, micros, loss_of, checkpointing)
+    train.apply_gradients(model, optimizer, infos)
+
+
+def imitate(lm, pool, config, flags, mapper=map):
     """Steps on demonstrations, until flags.steps are done or the model plays games that it has not
     seen as flags.until or flags.until_success ask. What is saved in config.out on the way is what
-    flags.resume goes on with. KeyboardInterrupt: a signal is `noted`, and the steps are saved."""
+    flags.resume goes on with. Stopped: by a signal, once the steps are saved."""
     optimizer = AdamW(lm.model.parameters(), flags.lr, moments=getattr(torch, config.moments))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
@@ -347,13 +354,13 @@ def imitate(lm, pool, config, flags, noted=(), mapper=map):
             goal = flags.until_success
             if admissible >= flags.until if goal is None else won >= goal:
                 break
-        if noted or time.time() > saved + SAVE_AFTER:
+        if stop.requested or time.time() > saved + SAVE_AFTER:
             saved = time.time()
             save(lm, config.out, {"step": step + 1, "schedule": schedule.state_dict(),
                                   "states": optimizer.state_dict()["state"]})
-        if noted:
+        if stop.requested:
             say(f"{step + 1} steps are saved; the same command with --resume goes on")
-            raise KeyboardInterrupt
+            raise Stopped
 
 
 def save(lm, folder, state=None):
@@ -441,8 +448,8 @@ def main():
         # they are forked from a server without threads, and leave Ctrl-C to this process
         players = ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver"),
                                       signal.signal, (signal.SIGINT, signal.SIG_IGN))
-        with contextlib.closing(pool), players, runs.signals_noted() as noted:
-            imitate(lm, pool, config, flags, noted, players.map if workers else map)
+        with contextlib.closing(pool), players, stop.on_signals():
+            imitate(lm, pool, config, flags, players.map if workers else map)
         save(lm, config.out)
         say(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}, "
             "with the same flags of the environment and the prompts, if any")
