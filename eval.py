@@ -4,9 +4,12 @@
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_unseen
     python eval.py --table runs/*                           the paper's table, as Markdown
     python eval.py --plot runs/house-tiny-?                 the curves of training
+    python eval.py --table runs/* --half 0.62               methods compared: how well they end, how
+                                                            soon they win 62 %, what values explain
+    python eval.py --plot runs/* --half 0.62                the same over episodes, as a picture
 
 Runs whose folders differ only in a trailing -SEED form a group. After ± stands the standard error
-of a mean over its seeds. Each held-out game is played once.
+of a mean over its seeds, or of a difference of such means. Each held-out game is played once.
 """
 import contextlib
 import gc
@@ -196,6 +199,69 @@ def paper_table(folders):
     return markdown(rows)
 
 
+# ----------------------------------------------------------------------------- methods compared
+
+WINDOW = 320  # episodes over which success is averaged
+HALF = "episodes to half"
+DIGITS = {"end": 1, "end, T = 1": 1, "while learning": 1, HALF: 0, "V explains": 0, "Q explains": 0}
+
+
+def recent(run, key):
+    """A run -> [(episodes until the end of an iteration, mean of a number over the last WINDOW of
+    them), ...]. It starts where there are so many, or at the end."""
+    values, episodes = np.array([(line[key], line["episodes"]) for line in run.lines]).T
+    total = np.cumsum(episodes)
+    begin = np.searchsorted(total, total - WINDOW, side="right")  # iterations left out
+    first = min(np.searchsorted(total, WINDOW), len(total) - 1)
+    return [(int(total[n]), np.average(values[begin[n]:n + 1], weights=episodes[begin[n]:n + 1]))
+            for n in range(first, len(total))]
+
+
+def measured(run, half):
+    """-> {head: number}, in percent but for HALF; NaN where the run does not have it. A method
+    whose values explain exactly 0 has none. "late": it ends before its success reaches `half`."""
+    episodes = [line["episodes"] for line in run.lines]
+    last = run.lines[-max(1, round(len(run.lines) / 4)):]
+    shares = {"end": run.result.get("success", np.nan),
+              "end, T = 1": run.result.get("success_at_1", np.nan),
+              "while learning": np.average([x["success"] for x in run.lines], weights=episodes),
+              "V explains": np.mean([line["v_explained_variance"] for line in last]) or np.nan,
+              "Q explains": np.mean([line["q_explained_variance"] for line in last]) or np.nan}
+    until = [n for n, success in recent(run, "success") if success >= half]
+    return {head: 100 * share for head, share in shares.items()} | {
+        HALF: until[0] if until else sum(episodes), "late": not until}
+
+
+def comparison(folders, half):
+    """Two tables as Markdown: what was measured, and the differences from the first group. A run
+    that does not reach the half counts with all of its episodes, so that what is made of it is a
+    bound, without an error; a difference of two bounds is left out."""
+    groups = {label: [measured(run, half) for run in runs]
+              for label, runs in group_runs(folders, finished=True).items()}
+    heads = [head for head in DIGITS
+             if not all(np.isnan(run[head]) for runs in groups.values() for run in runs)]
+    first, means, late = next(iter(groups)), {}, {}
+    rows = [["run", "seeds", *heads]]
+    less = [[f"less {first}", *(head for head in heads if not head.endswith("explains"))]]
+    for label, runs in groups.items():
+        its = means[label] = {head: Mean.of([run[head] for run in runs]) for head in heads}
+        late[label] = sum(run["late"] for run in runs)
+        if late[label]:
+            its[HALF] = its[HALF]._replace(error=np.nan)
+        row = {head: mean.text(DIGITS[head]) for head, mean in its.items()}
+        if late[label]:
+            row[HALF] = f"≥ {row[HALF]} ({len(runs) - late[label]} of {len(runs)} do)"
+        rows.append([label, str(len(runs)), *row.values()])
+        row = {head: its[head].minus(means[first][head]).text(DIGITS[head], "+")
+               for head in less[0][1:]}
+        if late[label] or late[first]:
+            sign = "≥" if late[label] else "≤"
+            row[HALF] = "–" if late[label] and late[first] else f"{sign} {row[HALF]}"
+        less.append([label, *row.values()])
+    del less[1]  # of the first group from itself
+    return f"{markdown(rows)}\n\n{markdown(less)}"
+
+
 # ------------------------------------------------------------------------------------- pictures
 
 PANELS = {"success": "success: lines, of rollouts at T = 1",
@@ -227,15 +293,17 @@ def setting(config):
     return f"{Path(config['model']).name} on {config['env']} ({', '.join([*size, turns])})"
 
 
-def draw(groups, path, curve_of=over_iterations, panels=PANELS, xlabel="iteration", note="",
-         level=None):
-    """{label: runs} -> a picture at `path` with a panel for each key of metrics.jsonl: of each
-    group the mean over the seeds within a standard error. curve_of(run, key): [(x, y), ...].
-    level: a success to mark. Dots are success on held-out games."""
+def draw(groups, path, half=None):
+    """{label: runs} -> a picture at `path` with a panel for each of some keys of metrics.jsonl: of
+    each group the mean over the seeds within a standard error. Dots are success on held-out games.
+    With `half`, a success to be reached, it shows what methods are compared by, over episodes."""
     from matplotlib.figure import Figure  # here, because it takes a while to load
     from matplotlib.ticker import PercentFormatter
     if len(groups) > len(COLORS):
         raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
+    curve_of, panels, xlabel, note = over_iterations, [*PANELS], "iteration", ""
+    if half:
+        curve_of, panels, xlabel, note = recent, panels[:2], "episodes", f"; last {WINDOW} episodes"
     configs = [runs[0].config for runs in groups.values()]
     # the discount of the return that V and Q explain; verl-agent's PPO pays the whole one
     targets = [1.0 if c.get("algo") == "ppo" else c.get("gamma") for c in configs]
@@ -259,13 +327,13 @@ def draw(groups, path, curve_of=over_iterations, panels=PANELS, xlabel="iteratio
                         markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
                         label=f"{label}, n = {len(runs)}")
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
-            if key == "success" and xlabel == "iteration":
+            if key == "success" and not half:
                 looks = [np.mean(its) for its in zip(*map(held_out, runs))]
                 ax.scatter(range(len(looks)), looks, color=color, edgecolor="black", marker="D",
                            label=None if place else "held-out games, T = 0.4")
     axes[0].set_ylim(0, None)
-    if level is not None:
-        axes[0].axhline(level, color="black", lw=0.8, ls=":", label=f"{level:.0%}, to be reached")
+    if half:
+        axes[0].axhline(half, color="black", lw=0.8, ls=":", label=f"{half:.0%}, to be reached")
     title = ", ".join(sorted({*map(setting, configs)}))
     fig.suptitle(f"{title}{note}; mean of the seeds ± a standard error", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -361,14 +429,16 @@ def main():
     parser = make_parser(__doc__.partition("\n")[0])
     parser.add_argument("--plot", nargs="+", metavar="RUN", help="only draw their curves (--out)")
     parser.add_argument("--table", nargs="+", metavar="RUN", help="only print the paper's table")
+    parser.add_argument("--half", type=float, help="a success to be reached, half of what can be "
+                        "gained: --table and --plot then compare methods by it")
     with one_line_errors("eval.py", envs.GameError):
         args = parser.parse_args()
         join_ranks()
         if args.table:
-            print(paper_table(args.table))
+            print(comparison(args.table, args.half) if args.half else paper_table(args.table))
         elif args.plot:
             out = args.out or Path(args.plot[0]).parent / "curves.png"
-            draw(group_runs(args.plot), out)
+            draw(group_runs(args.plot, finished=args.half), out, args.half)
             print(f"wrote {out}")
         else:
             evaluate(args, local)

@@ -2535,15 +2535,17 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
         assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
 
 
-def a_run(folder, success, seconds, env="house", **config):
-    """The files of a finished run as train.py leaves them."""
+def a_run(folder, success, seconds, env="house", curve=None, values=0.1, **config):
+    """The files of a finished run as train.py leaves them. curve: its success while learning."""
     folder.mkdir(parents=True)
     base = {"model": "tiny", "env": env, "algo": "sapo", "gamma": 0.95, "seed": 0}
     (folder / "config.json").write_text(json.dumps(base | config))
-    line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0}
-    line |= dict.fromkeys(evaluation.PANELS, 0.1) | {"success": success}
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
+    line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0, "episodes": 160}
+    line |= dict.fromkeys(evaluation.PANELS, values)
+    (folder / "metrics.jsonl").write_text("".join(
+        json.dumps(line | {"success": x}) + "\n" for x in curve or [success] * 2))
     result = {"success": success, "success_before": 0.25, "score": success, "score_before": 0.5,
+              "success_at_1": success / 2,
               "success_by_category": {"Pick": success},
               "success_before_by_category": {"Pick": 0.2}}
     (folder / "eval.json").write_text(json.dumps(result))
@@ -2559,13 +2561,13 @@ def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
     assert rows[0] == ["method", "seeds", "Pick", "Look", "Clean", "Heat", "Cool", "Pick2", "All",
-                       "seconds", "M tokens"] and said.err.count("left out") == 1
+                       "All, T = 1", "seconds", "M tokens"] and said.err.count("left out") == 1
     assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
-    assert rows[3] == ["sapo", "2", "85.0 ± 5.0", *["–"] * 5, "85.0 ± 5.0", "30 ± 10",
-                       "2.00 ± 0.00"]
+    assert rows[3] == ["sapo", "2", "85.0 ± 5.0", *["–"] * 5, "85.0 ± 5.0", "42.5 ± 2.5",
+                       "30 ± 10", "2.00 ± 0.00"]
     assert rows[4][0] == "ppo" and rows[4][2] == "50.0"
     shop = evaluation.paper_table([a_run(tmp_path / "shop", 0.5, 10, env="webshop")]).splitlines()
-    assert "| Score | Success | " in shop[0] and shop[2] == "| start | 1 | 50.0 | 25.0 |  |  |"
+    assert "| Score | Success | " in shop[0] and shop[2] == "| start | 1 | 50.0 | 25.0 | – |  |  |"
     drawn, save = {}, Figure.savefig
 
     def look(figure, *args, **options):
@@ -2577,6 +2579,40 @@ def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
     both, alone = ["sapo, n = 2", "ppo, n = 1"], ["sapo, n = 2"]
     assert [*drawn.values()] == [both, alone, alone, both]  # PPO's V has another target
+
+
+@pytest.mark.parametrize("success, episodes, averages", [
+    ([0.2, 0.4, 0.8], 160, [(320, 0.3), (480, 0.6)]), ([0.2, 0.4], 400, [(400, 0.2), (800, 0.4)]),
+    ([0.2, 0.4], 10, [(20, 0.3)])])
+def test_success_is_averaged_over_the_last_320_episodes(success, episodes, averages):
+    run = types.SimpleNamespace(lines=[{"success": x, "episodes": episodes} for x in success])
+    assert evaluation.recent(run, "success") == [(n, pytest.approx(x)) for n, x in averages]
+
+
+def test_standard_errors_are_of_means_and_of_their_differences():
+    a, b = evaluation.Mean.of([1.0, 3.0]), evaluation.Mean.of([4.0, 4.0, 7.0])
+    assert a == (2.0, pytest.approx(1.0)) and b == (5.0, pytest.approx(1.0))
+    assert b.minus(a) == (3.0, pytest.approx(math.sqrt(2)))
+    assert evaluation.Mean.of([2.0]).text() == "2.0" and a.minus(b).text(2, "+") == "-3.00 ± 1.41"
+
+
+def test_methods_are_compared_by_when_they_reach_a_success(tmp_path, monkeypatch, capsys):
+    runs = [a_run(tmp_path / name, end, 1, curve=curve, values=values)
+            for name, end, values, curve in (("with-0", 0.9, 0.5, [0.1, 0.3, 0.7, 0.9]),
+                                             ("with-1", 0.7, 0.3, [0.1, 0.1, 0.3, 0.7]),
+                                             ("without-0", 0.4, 0, [0.1, 0.1, 0.2, 0.2]),
+                                             ("without-1", 0.6, 0, [0.1, 0.1, 0.9, 0.2]))]
+    run_main(evaluation, monkeypatch, "--half", 0.5, "--table", *runs, tmp_path / "nothing-0")
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert "left out" in said.err and [*lines[2:4], lines[-1]] == [
+        "| with | 2 | 80.0 ± 10.0 | 40.0 ± 5.0 | 40.0 ± 10.0 | 560 ± 80 | 40 ± 10 | 40 ± 10 |",
+        "| without | 2 | 50.0 ± 10.0 | 25.0 ± 5.0 | 23.8 ± 8.8 | ≥ 560 (1 of 2 do) | – | – |",
+        "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | ≥ +0 |"]
+    assert evaluation.comparison(runs[2:] + runs[:2], 0.5).endswith("| ≤ +0 |")
+    assert evaluation.comparison(runs, 1.0).endswith("| – |")
+    run_main(evaluation, monkeypatch, "--plot", *runs, "--half", 0.5, "--out", tmp_path / "bed.png")
+    assert (tmp_path / "bed.png").stat().st_size > 10000
 
 
 @needs_games

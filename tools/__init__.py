@@ -1,1 +1,1 @@
-"""Measuring, comparing, prompted models, and imitation."""
+"""Measuring, prompted models, and imitation."""
