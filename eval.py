@@ -13,10 +13,14 @@ of a mean over its seeds, or of a difference of such means. Each held-out game i
 """
 import contextlib
 import gc
+import io
 import json
+import math
 import os
 import re
 import sys
+from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
@@ -339,6 +343,79 @@ def draw(groups, path, half=None):
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=5)
     fig.savefig(path, dpi=110)
+
+
+# --------------------------------------------------------------------------- an episode as a page
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 1rem auto; padding: 0 1rem }
+h1 { font-size: 1.3rem } h2 { font-size: 1rem; margin: 0 } section { border-top: 1px solid #ccc }
+svg { width: 30rem; max-width: 100%; height: auto } b { margin-right: 1rem; font-weight: 600 }
+pre, p { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: .5rem }
+pre { background: #f4f4f4; font-size: .85rem } p { font-family: ui-monospace, monospace }
+"""
+
+
+def svg(title, xlabel, series):
+    """{name: numbers} -> a picture of them over 1, 2, ..., as text that depends on nothing else."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    out = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        fig = Figure((4.8, 2.4), layout="constrained")
+        ax = fig.subplots()
+        for (name, numbers), color in zip(series.items(), COLORS):
+            ax.plot(range(1, len(numbers) + 1), numbers, marker=".", color=color, label=name)
+        ax.set(title=title, xlabel=xlabel)
+        ax.locator_params("x", integer=True)
+        ax.grid(True, alpha=0.3)
+        ax.legend(fontsize=8)
+        fig.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()[out.getvalue().index("<svg"):]
+
+
+def shaded(turn, decode):
+    """The tokens of a response as HTML, the darker the less probable they were."""
+    out, done = [], 0  # tokens that are shown
+    for n, logp in enumerate(turn.logp):
+        before = turn.action_ids[max(0, done - 1):done]  # spaces depend on the neighbour
+        text = decode(before + turn.action_ids[done:n + 1])[len(decode(before)):]
+        if text.endswith("\ufffd") and n + 1 < len(turn.logp):
+            text = ""  # a part of a character, which is shown with the next
+        else:
+            done = n + 1
+        shade = 1 - math.exp(logp) if math.isfinite(logp) else 1
+        out.append(f'<mark style="background:rgba(230,159,0,{shade:.2f})" '
+                   f'title="log-prob {logp:.3f}">{escape(text)}</mark>')
+    return "".join(out)
+
+
+def episode_page(title, turns, lines, decode):
+    """The turns of a trajectory (rollout.Turn) as a page for a browser: what the agent saw and
+    said, how sure it was of each token, V before and Q after each response, and what the
+    environment answered; and the curves of the run, whose metrics.jsonl has these lines. There is
+    no script in it and nothing from elsewhere. decode(ids) -> text."""
+    end = "won" if turns[-1].won else "cut short" if turns[-1].truncated else "lost"
+    curves = {name: [line[key] for line in lines] for name, key in (
+        ("success", "success"), ("V explains", "v_explained_variance"),
+        ("Q explains", "q_explained_variance"))}
+    body = [f"<h1>{escape(title)}, game {escape(str(turns[0].task))}: {end}</h1>",
+            svg("V and Q of this episode", "turn", {
+                "V, before the response": [turn.v for turn in turns],
+                "Q, after it": [turn.q for turn in turns]}),
+            svg("This run", "iteration", curves)]
+    for turn, after in zip_longest(turns, turns[1:]):
+        numbers = {"V": turn.v, "Q": turn.q, "reward": turn.reward, "advantage": turn.advantage}
+        heads = [f"<b>{name} {x:.2f}</b>" for name, x in numbers.items()]
+        heads += ["<b>breaks the format</b>"] * turn.invalid
+        heads += ["<b>not admissible</b>"] * (not turn.admissible)
+        answer = f"The answer:<pre>{escape(after.obs)}</pre>" if after else ""
+        body.append(f"<section><h2>Turn {turn.turn + 1}</h2>{''.join(heads)}"
+                    f"<pre>{escape(turn.prompt)}</pre><p>{shaded(turn, decode)}</p>{answer}"
+                    "</section>")
+    return (f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
+            f"{''.join(body)}</html>")
 
 
 # --------------------------------------------------------------------------------- command line

@@ -55,7 +55,6 @@ from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_l
                   value_loss)
 from train import make_samples
 from machine import cli, fast, ranks, runs
-from machine.page import episode_page
 from machine.test_runs import checkpoints
 from tools import imitate
 from tools.imitate import random_tiny
@@ -2501,14 +2500,20 @@ def test_the_page_of_an_episode_shows_its_numbers_and_runs_nothing_that_was_samp
     turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:1])
     evil = "<script>alert(1)</script>"
     turns[0].prompt, turns[0].task, turns[0].advantage = evil, evil, -1.25
+    turns[1].obs = f"An answer. {evil}"
     text = {turns[0].action_ids[0]: evil}
-    page = episode_page("a run", turns, [{"success": 0.5, "v_explained_variance": NAN,
-                                          "q_explained_variance": -1.0}] * 3,
-                        lambda ids: "".join(text.get(i, f" w{i}") for i in ids))
-    assert "<script" not in page and page.count("&lt;script&gt;alert(1)") >= 3
+    lines = [{"success": 0.5, "v_explained_variance": NAN, "q_explained_variance": INF}] * 3
+    page = evaluation.episode_page(evil, turns, lines,
+                                   lambda ids: "".join(text.get(i, f" w{i}") for i in ids))
+    assert "<script" not in page and page.count("&lt;script&gt;alert(1)") >= 6
+    seen, said, answer = map(page.index, ("<pre>&lt;script", "<mark", "<pre>An answer. &lt;"))
+    assert seen < said < answer < page.index("Turn 2") and "<details" not in page
+    assert page.count("<svg") == page.count("</svg>") == 2 and "Q, after it" in page
+    # What a browser would fetch. The pictures point to parts of themselves.
+    assert not re.search(r"""src=|@import|<link|href=(?!"#)|url\((?!#)""", page)
     assert page.count("<section>") == len(turns) and "advantage -1.25" in page
     assert page.count("<mark") == sum(len(turn.logp) for turn in turns)
-    assert f"V {turns[0].v:.2f}" in page and f"Q {turns[-1].q:.2f}" in page and "http" not in page
+    assert f"V {turns[0].v:.2f}" in page and f"Q {turns[-1].q:.2f}" in page
 
 
 def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,6 @@ import envs
 import eval as evaluation
 from machine import runs
 from machine.cli import flags_of, one_line_errors, out_of_memory, progress
-from machine.page import episode_page
 from machine.ranks import (AdamW, Stopped, barrier, everyone, from_rank_0, from_ranks, join_ranks,
                            mean, rank, say, stop, sum_over_ranks, world)
 from model import (Batch, Critic, Scores, compiled_scoring, is_tiny, load, make_batch,
@@ -485,7 +484,7 @@ class Run:
         if self.wandb:
             self.wandb.log(metrics, step=iteration)
         if iteration % 10 == 0 or iteration == config.iterations - 1:
-            page = episode_page(
+            page = evaluation.episode_page(
                 f"{config.out}, iteration {iteration + 1}",
                 [turn for turn in turns if turn.traj == turns[0].traj],
                 runs.read_log(f"{config.out}/metrics.jsonl"), self.learner.lm.tokenizer.decode)

@@ -2,7 +2,7 @@
 
     RUN/config.json       every setting, the commit, versions
     RUN/metrics.jsonl     a line an iteration
-    RUN/transcripts       an episode of every tenth iteration, as a page (machine/page.py)
+    RUN/transcripts       an episode of every tenth iteration, as a page (eval.episode_page)
     RUN/checkpoint-N      after N iterations: all that decides what comes next; older ones go
     RUN/best              the weights that did best on held-out games (--eval_every)
     RUN/final             the last weights, a Hugging Face folder
