@@ -2,12 +2,14 @@
 
     python tools/bench.py sampler              both engines side by side on random prompts
     python tools/bench.py iteration [--ppo]    seconds of an iteration by phase, PPO beside SAPO
+    python tools/bench.py memory               what fits on which GPU, computed
 
 Each of them has --help. What is compared takes turns, so that a noisy machine is noisy for both;
 the first round warms up, and medians of the others are printed. On a GPU, MFU is the share of an
 H200's operations a second that a phase needs without its padding.
 """
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -318,20 +320,113 @@ def ratio_to_ppo(costs):
 
 
 def print_memory(lm, learners, peak):
-    """The bytes of what is there all the time: of each model that is trained its weights,
-    gradients, AdamW's two moments and, of 16-bit weights, master weights; and the reference."""
-    kept, size = {}, lm.head.weight.element_size()
-    for algo, its in learners.items():
-        moments = 2 * (2 if its.config.moments == "bfloat16" else 4)
-        trained = 2 * size + moments + (4 if size == 2 else 0)
-        parameters = sum(p.numel() for p in lm.model.parameters())
-        kept[algo] = parameters * (trained * len(its.optimizers) + size * bool(its.config.beta))
+    """The bytes of what is there all the time. A critic has the policy's body and a head of one
+    row, so it is smaller where the policy's head is not its embedding."""
+    size, kept = lm.head.weight.element_size(), {}
+    for algo, learner in learners.items():
+        moments = 2 if learner.config.moments == "bfloat16" else 4
+        trained = sum(p.numel() for model in learner.models.values() for p in (
+            model.body if model is learner.critic else model).parameters())
+        reference = sum(p.numel() for p in lm.model.parameters()) * bool(learner.config.beta)
+        kept[algo] = trained * sum(bytes_of_training(size, moments).values()) + reference * size
     print("what training keeps, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")
 
 
-COMMANDS = {"sampler": sampler_main, "iteration": iteration_main}
+# ------------------------------------------------------------------------------- memory, computed
+
+def bytes_of_training(size, moments):
+    """The bytes of a parameter of `size` bytes that is trained, with AdamW's moments of so many."""
+    return {"weights": size, "gradients": moments, "moments": 2 * moments,
+            "masters": 4 if size == 2 else 0}
+
+
+@functools.cache
+def activation_bytes(name):
+    """What a layer of a model keeps of a token for the backward pass, in bytes, as PyTorch runs it
+    without a compiler: counted in two models of one and two layers."""
+    kept = {}
+    for layers in (1, 2):
+        config = architecture(name)
+        config.num_hidden_layers, config.vocab_size = layers, 1024
+        config.layer_types = ["full_attention"] * layers
+        lm = actor_critic(transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16).eval(), tiny_tokenizer())
+        weights, seen = {p.data_ptr() for p in lm.model.parameters()}, {}
+
+        def keep(x):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            hidden = lm.body(torch.ones(1, TOKENS, dtype=torch.long))
+        kept[layers] = sum(n for at, n in seen.items() if at not in weights) / TOKENS
+        del hidden
+    return kept[2] - kept[1]
+
+
+TOKENS = 128  # of the pass in which activations are counted
+CONTEXT = 0.6  # GB of the CUDA context and of the libraries' workspaces, roughly
+
+
+def memory_of(name, flags, ranks=1):
+    """-> {what: GB of one rank}, at the defaults of train.py but for `flags`, with 144 rows of
+    1,792 positions: prompts of ALFWorld had at most 1,039 tokens, and a response may have 512."""
+    c = architecture(name)
+    head = c.vocab_size * c.hidden_size
+    layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * head_size(c)
+    layer += 3 * c.hidden_size * c.intermediate_size
+    parameters = c.num_hidden_layers * layer + head * (1 if c.tie_word_embeddings else 2)
+    bytes_of = bytes_of_training(2, 2 if "--moments" in flags else 4)
+    rows, tokens = flags.get("--rows", 144), flags.get("--tokens_per_micro_batch", 8192)
+    activations = tokens * c.num_hidden_layers * activation_bytes(name)
+    if "--checkpointing" in flags:  # the layers' inputs, and one layer that is computed again
+        activations = tokens * (2 * c.num_hidden_layers * c.hidden_size + activation_bytes(name))
+    chunk = max(1, 2 ** 19 // c.vocab_size) * 128 * c.vocab_size  # entries of ActorCritic.chunk
+    cache = rows * 1792 * 2 * c.num_hidden_layers * c.num_key_value_heads * head_size(c) * 2
+    out = {"weights": 2 * parameters, "reference": 2 * parameters * ("--beta" not in flags),
+           "masters and moments": parameters * (4 + bytes_of["moments"]) / ranks, "cache": cache,
+           "gradients": parameters * bytes_of["gradients"], "activations": activations,
+           "logits": 5 * 4 * chunk}
+    return {what: n / 1e9 for what, n in out.items()} | {"CUDA": CONTEXT}
+
+
+CARDS = {24: "RTX 4090", 48: "L40S, A6000", 80: "H100, A100", 141: "H200"}
+LADDER = [{}, {"--tokens_per_micro_batch": 4096}, {"--checkpointing": ""},  # the cheapest first
+          {"--checkpointing": "", "--moments": "bfloat16"},
+          {"--checkpointing": "", "--moments": "bfloat16", "--rows": 48,
+           "--tokens_per_micro_batch": 2048}]
+LADDER += [LADDER[-1] | {"--beta": 0}]
+
+
+def memory_main(argv):
+    """Two tables: GB by phase of Qwen2.5's sizes, and for each card the first of LADDER that fits
+    with a tenth to spare."""
+    cli.Parser(description="Memory, computed.").parse_args(argv)
+    print("GB on one GPU: what is there all the time, and at the peak of a phase")
+    rows = [["", "weights", "reference", "masters and moments", "cache", "rollout, scoring",
+             "update", "update, --checkpointing"]]
+    for size in QWEN25:
+        parts = memory_of(size, {})
+        update, less = sum(parts.values()), sum(memory_of(size, {"--checkpointing": ""}).values())
+        rollout = update - parts["gradients"] - parts["activations"]
+        numbers = [*list(parts.values())[:4], rollout, update, less]
+        rows.append([f"Qwen2.5-{size}", *(f"{x:.1f}" for x in numbers)])
+    print(evaluation.markdown(rows) + "\n")
+    rows = [["card", *(f"{size}, {n} GPU{'s' * (n > 1)}" for size in QWEN25 for n in (1, 4, 8))]]
+    for gigabytes, name in CARDS.items():
+        rows.append([f"{gigabytes} GB ({name})"])
+        for size in QWEN25:
+            for ranks in (1, 4, 8):
+                fits = [flags for flags in LADDER
+                        if sum(memory_of(size, flags, ranks).values()) < 0.9 * gigabytes]
+                text = " ".join(f"{k} {v}".strip() for k, v in fits[0].items()) if fits else "–"
+                rows[-1].append(text or "as it is")
+    print(evaluation.markdown(rows))
+
+
+COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "memory": memory_main}
 
 
 def main():
