@@ -429,8 +429,8 @@ def generate(sampler):
 
 
 CHECK_PROMPTS = (  # of several lengths
-    "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1 and a fridge "
-    "1. Your task is to: put a cool mug in the desk. Reason first, then give one command.",
+    "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1, a fridge 1 "
+    "and a cabinet 1. Your task is to: put a cool mug in desk. Reason, then give one command.",
     "What is the capital of France?", "Count from one to twenty, in words.", "go to",
     "List three animals that live in the sea, and say in one sentence what each of them eats.",
     "You open the drawer 1. In it, you see a pen 1 and a key 2. What do you do next?",
@@ -462,7 +462,7 @@ def check_against_reference(sampler):
                 u = rng.random(sampler.max_new, dtype=np.float32)
                 sequences[name][2].append(u)
                 sampler.added.append((name, [*ids], u))
-            sampler.is_stop.zero_()  # no token ends a response; in place, as captured graphs read it
+            sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
             ended = sampler.run(steps)
             sampler.is_stop.fill_(True)  # any token ends it
             while sampler.busy:
