@@ -635,7 +635,7 @@ def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, hist
     compute than rows are decoded: so the clock does not decide what is decoded together, and with
     the same weights a rollout repeats to the last bit. `what`: a word for the progress bar."""
     from machine.cli import progress  # here, so that the sampler can be copied without it
-    with progress(what, unit="turn") as bar:
+    with progress(what, unit="turns") as bar:
         yield from play(sampler, tasks, pool, seed, trajs, rows, history, show, bar)
 
 

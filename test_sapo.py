@@ -2319,7 +2319,7 @@ def test_what_a_lack_of_memory_recommends_can_be_given_with_resume():
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(cli, "LINE_EVERY", 0.01)
     said = ""
-    with cli.progress("rollout", 10, "turn") as bar:
+    with cli.progress("rollout", 10, "turns") as bar:
         bar.update(3)
         while "3/10" not in said:
             said += capsys.readouterr().err

@@ -75,7 +75,7 @@ class Learner:
         from_ranks([], finish=True)  # weights change: from here on a signal ends the iteration late
         targets = self.targets(played, batches, old)  # lines 4 and 5
         note_advantages(played, targets.adv)
-        with progress("update", padded_tokens(batches) * len(self.models), "token") as bar:
+        with progress("update", padded_tokens(batches) * len(self.models), "tokens") as bar:
             steps = [self.step(mini, old, ref, targets, iteration, bar.update)  # lines 6 and 7
                      for mini in batches]
         for optimizer in self.optimizers.values():
@@ -328,7 +328,7 @@ def score_all(lm, batches, what="old"):
     """One forward pass over every micro-batch -> Scores of the whole iteration. `what`: a word for
     the progress bar."""
     parts = [Scores(*torch.zeros(4, 0, device=lm.device))]  # a rank may have no turn
-    with progress(what, padded_tokens(batches), "token") as bar:
+    with progress(what, padded_tokens(batches), "tokens") as bar:
         for micro in (micro for mini in batches for micro in mini):
             parts.append(lm.score(micro.batch))
             bar.update(micro.batch.ids.numel())

@@ -58,7 +58,8 @@ def progress(what, total=None, unit=None):
     but a file, it is a line a minute, which also comes while nothing is counted."""
     terminal, over = sys.stderr.isatty(), threading.Event()
     with open(os.devnull, "w") as nowhere:
-        bar = tqdm(desc=what, total=total, unit=unit or "", unit_scale=unit == "token", leave=False,
+        bar = tqdm(desc=what, total=total, unit=f" {unit}", leave=False,
+                   unit_scale=unit == "tokens",
                    file=sys.stderr if terminal and unit and rank() == 0 else nowhere)
 
         def a_line_a_minute():

@@ -404,7 +404,7 @@ def memory_main(argv):
     """Two tables: GB by phase of Qwen2.5's sizes, and for each card the first of LADDER that fits
     with a tenth to spare."""
     cli.Parser(description="Memory, computed.").parse_args(argv)
-    print("GB on one GPU: what is there all the time, and at the peak of a phase")
+    print("GB on one GPU, what is there all the time, and at the peak of a phase:\n")
     rows = [["", "weights", "reference", "masters and moments", "cache", "rollout, scoring",
              "update", "update, --checkpointing"]]
     for size in QWEN25:
