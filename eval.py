@@ -409,7 +409,7 @@ def episode_page(title, turns, lines, decode):
         heads = [f"<b>{name} {x:.2f}</b>" for name, x in numbers.items()]
         heads += ["<b>breaks the format</b>"] * turn.invalid
         heads += ["<b>not admissible</b>"] * (not turn.admissible)
-        answer = f"The answer:<pre>{escape(after.obs)}</pre>" if after else ""
+        answer = f"The environment answered:<pre>{escape(after.obs)}</pre>" if after else ""
         body.append(f"<section><h2>Turn {turn.turn + 1}</h2>{''.join(heads)}"
                     f"<pre>{escape(turn.prompt)}</pre><p>{shaded(turn, decode)}</p>{answer}"
                     "</section>")
@@ -511,11 +511,14 @@ def main():
     with one_line_errors("eval.py", envs.GameError):
         args = parser.parse_args()
         join_ranks()
+        if args.half is not None and not (args.table or args.plot):
+            raise ValueError("--half goes with --table or --plot")
         if args.table:
-            print(comparison(args.table, args.half) if args.half else paper_table(args.table))
+            compared = args.half is not None
+            print(comparison(args.table, args.half) if compared else paper_table(args.table))
         elif args.plot:
             out = args.out or Path(args.plot[0]).parent / "curves.png"
-            draw(group_runs(args.plot, finished=args.half), out, args.half)
+            draw(group_runs(args.plot, finished=args.half is not None), out, args.half)
             print(f"wrote {out}")
         else:
             evaluate(args, local)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import (all_full, choose, error_beyond_rounding, float32_logits, in_float32, load,
+from model import (all_full, choose, excess_error, float32_logits, in_float32, load,
                    make_batch, micro_batches, restricted_log_softmax)
 
 # ------------------------------------------------------------------------ the kv engine's state
@@ -379,7 +379,8 @@ class Sampler:
                 way = accelerate(self, compare, ways)
             elif why := compare(self):
                 raise ValueError(why)
-            self.lm.fastest[self.context, compile] = way
+            if check:
+                self.lm.fastest[self.context, compile] = way
         except (ValueError, AttributeError, TypeError, LookupError) as error:
             why = "" if isinstance(error, ValueError) else "it needs a cache of its own, "
             raise ValueError(f"the kv engine cannot serve {type(self.lm.model).__name__}, use "
@@ -408,15 +409,19 @@ def generate(sampler):
     model = lm.model
     settings = model.generation_config
     attention = model.config._attn_implementation
-    # a top-k of its own would change the policy
-    model.generation_config = transformers.GenerationConfig()
-    model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
+    logits = lm.head.register_forward_hook(  # in float32, as everywhere else
+        lambda head, inputs, output: output if output.dtype == torch.float32 else (
+            float32_logits(inputs[0].flatten(0, -2), head).view(output.shape)))
     try:
+        # a top-k of its own would change the policy
+        model.generation_config = transformers.GenerationConfig()
+        model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
         out = model.generate(
             ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
             max_new_tokens=sampler.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
             logits_processor=transformers.LogitsProcessorList([draw]))
     finally:
+        logits.remove()
         model.generation_config = settings
         model.config._attn_implementation = attention
     said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
@@ -444,7 +449,7 @@ def check_against_reference(sampler):
     the choice of tokens, V and Q with plain passes of the model over the whole sequences.
     -> in words what rounding does not explain, or ""."""
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
-    stops, value_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
+    stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
     steps = min(CHECK_STEPS, sampler.max_new)
     room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes some more steps
     longest = max(len(lm.chat.prompt(text)[:room]) for text in CHECK_PROMPTS)
@@ -453,6 +458,7 @@ def check_against_reference(sampler):
     sampler.forget()
     sampler.reserve(len(CHECK_PROMPTS), rounds * (longest + steps + 8) + sampler.max_new)
     for layer in sampler.rows.layers:
+        layer.keys.zero_()  # another way may have left NaN
         layer.values.fill_(1000.0)  # what no token may attend to would show in every answer
     try:
         lm.head.weight[lm.value_index] = readout_rows(lm)
@@ -474,19 +480,19 @@ def check_against_reference(sampler):
                 answers[-1] = response, answers[-1][:len(response.ids)]
         found, plain, exact = readings(sampler, sequences)
     finally:
-        lm.head.weight[lm.value_index] = value_rows
+        lm.head.weight[lm.value_index] = saved_rows
         sampler.is_stop.copy_(stops)
         sampler.forget()
         sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
     for what in found:
-        if wrong := error_beyond_rounding(found[what], plain[what], exact[what]):
+        if wrong := excess_error(found[what], plain[what], exact[what]):
             return f"its {what} are off by {wrong[0]:.2g}, where rounding explains {wrong[1]:.2g}"
     return ""
 
 
 def readout_rows(lm):
-    """Head rows for w+ and w- (2, D) by which V and Q are about 0.3 R_max: by those of a new model,
-    which are 0, they would be right whatever they are read from."""
+    """Random head rows for w+ and w-, (2, D), by which V and Q are about 0.3 R_max. By those of a
+    new model, which are 0, V and Q would be right whatever hidden state they were read from."""
     ids = torch.tensor([lm.chat.prompt(CHECK_PROMPTS[0])], device=lm.device)
     hidden = lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
     rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
@@ -494,13 +500,13 @@ def readout_rows(lm):
 
 
 def readings(sampler, sequences):
-    """[(ids, spans of responses, [(Response, its uniforms), ...]), ...] -> what is compared, under
-    three names: as the sampler found it, by a plain pass, and by one in float32.
+    """[(ids, spans of responses, [(Response, its uniforms), ...]), ...] -> three dicts of tensors
+    with the same keys: the sampler's numbers, those of a plain pass, and those of one in float32.
 
-    A choice is right where u lies in the token's interval of the cumulative distribution. So the
-    sampler's error is how far u lies outside of the interval in float32, and rounding explains as
-    much as it moves any interval. At temperature 0 a choice is right where no token is likelier,
-    and log-probs take the place of the intervals' ends."""
+    A choice of a token is right where u lies in the token's interval of the cumulative
+    distribution. So its error is how far u lies outside of the interval in float32, and the error
+    of a plain pass is how far that moves the end of any interval. At temperature 0 a choice is
+    right where no token is likelier, and log-probs take the place of the intervals' ends."""
     lm, temperature = sampler.lm, sampler.temperature
     batch = make_batch([sequence[:2] for sequence in sequences]).to(lm.device)
     responses, u = zip(*(answer for sequence in sequences for answer in sequence[2]))

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -72,12 +73,14 @@ class Learner:
         self.clock.lap("old")
         ref = score_all(self.reference, batches, "ref").logp if self.config.beta else None
         self.clock.lap("ref")
-        from_ranks([], finish=True)  # weights change: from here on a signal ends the iteration late
+        from_ranks([], finish=True)  # weights change next: a signal now waits for the end
         targets = self.targets(played, batches, old)  # lines 4 and 5
         note_advantages(played, targets.adv)
         with progress("update", padded_tokens(batches) * len(self.models), "tokens") as bar:
-            steps = [self.step(mini, old, ref, targets, iteration, bar.update)  # lines 6 and 7
-                     for mini in batches]
+            steps = []
+            for mini in batches:
+                steps.append(self.step(mini, old, ref, targets, iteration))  # lines 6 and 7
+                bar.update(padded_tokens([mini]) * len(self.models))
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()  # the rollout can use the memory
         return {"sampler_off": sampler_off} | numbers_of(targets, steps)
@@ -104,9 +107,8 @@ class Learner:
             y_v=targets.y_v[n], y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip, clip_q=c.clip,
             c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
-    def step(self, mini, old, ref, targets, iteration, advance=lambda tokens: None):
-        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers.
-        advance(padded tokens) is called for each micro-batch."""
+    def step(self, mini, old, ref, targets, iteration):
+        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers."""
         c = self.config
         sizes = from_ranks([(len(micro.batch.turn_of), len(micro.batch.start)) for micro in mini])
         n_tokens, n_turns = map(sum, zip(*sizes))
@@ -120,7 +122,6 @@ class Learner:
             infos = self.gradients_within_memory(
                 model, mini, lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns))
             out = apply_gradients(model, optimizer, infos)
-            advance(padded_tokens([mini]))
             info |= {f"{key}{end}": x for key, x in out.items()}
             self.clock.lap("critic" if end else "update")
         self.steps += 1
@@ -132,19 +133,19 @@ class Learner:
 
     def gradients_within_memory(self, model, mini, loss_of):
         """The gradients of a mini-batch -> its micro-batches' infos. If memory is short, it is done
-        again with half the tokens in a micro-batch, as are all that follow: the same numbers,
-        because the losses have the mini-batch's denominators."""
+        again with half the tokens in a micro-batch, as are all that follow: the same numbers up to
+        rounding, because the losses have the mini-batch's denominators."""
         while True:
             micros = [part for micro in mini
                       for part in split(micro, self.config.tokens_per_micro_batch)]
             try:
                 return add_up_gradients(model, micros, loss_of, self.config.checkpointing)
             except RuntimeError as error:
-                sizes = [micro.batch.ids.numel() for micro in micros if len(micro.batch.ids) > 1]
-                if not out_of_memory(error) or not sizes:
+                rows, width = max((micro.batch.ids.shape for micro in micros), key=math.prod)
+                if not out_of_memory(error) or rows == 1:
                     raise
             # here, where nothing refers to the failed pass any more
-            half = min(max(sizes), self.config.tokens_per_micro_batch) // 2
+            half = rows * width // 2
             self.config = dataclasses.replace(self.config, tokens_per_micro_batch=half)
             model.zero_grad(set_to_none=True)
             gc.collect()
@@ -153,7 +154,7 @@ class Learner:
                   f"with --tokens_per_micro_batch {half}", flush=True)
 
     def save(self, folder):
-        """Writes all that decides what comes next; random numbers and the order of tasks follow
+        """Writes what decides what comes next; random numbers and the order of tasks follow
         from the seed and the iteration. Each rank writes its share of the optimizers' state."""
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.values()]
         torch.save({"steps": self.steps, "states": states}, f"{folder}/learner-{rank()}.pt")
@@ -298,7 +299,8 @@ def pack(turns, config, iteration, device):
 
 
 def split(micro, budget):
-    """A micro-batch -> parts of at most `budget` padded tokens, or of one row."""
+    """A micro-batch -> parts of at most `budget` padded tokens, or of one row. There are seldom
+    several, so it may wait for the GPU."""
     b = micro.batch
     rows = max(1, budget // b.ids.shape[1])
     if rows >= len(b.ids):
@@ -399,12 +401,12 @@ class Run:
         for iteration in range(self.first, config.iterations):
             self.pool.seconds = 0.0
             self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
-            stop.nothing_is_lost = True  # until weights change
+            stop.may_abandon = True  # until weights change
             stop.leave_if_possible()
             yield iteration
             clock.start()
             self.done = iteration + 1
-            leave = any(from_ranks([stop.requested])) and self.done < config.iterations
+            leave = any(from_ranks([stop.requested]))
             if leave or self.done % config.save_every == 0 or self.done == config.iterations:
                 self.save()
                 clock.lap("save")  # which is logged with the next iteration
@@ -414,6 +416,7 @@ class Run:
     def __exit__(self, kind, error, trace):
         try:
             if kind is Stopped:
+                stop.may_abandon = False
                 if not error.agreed:
                     from_ranks([])  # tells the other ranks
                 self.save()
@@ -577,7 +580,7 @@ class Config:
     tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
     old: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's own
     checkpointing: bool = False  # recompute activations: less memory, a third more time
-    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW, and gradients: 12 or 6 bytes
+    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW, and a bf16 model's gradients
 
     eval_games: int = None  # held-out games; default the env's
     eval_every: int = 0  # iterations between evaluations while training, whose best is kept
@@ -651,7 +654,7 @@ def evaluate_and_keep(lm, pool, config):
     played = evaluation.of_run(lm, pool, config, {"": evaluation.TEMPERATURES[""]})
     success = evaluation.report(*played.values())["success"]
     before = [line.get("held_out", -1) for line in runs.read_log(f"{config.out}/metrics.jsonl")]
-    if success > from_ranks([max(before, default=-1)])[0]:
+    if success > from_rank_0(max(before, default=-1)):
         runs.write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
         say(f"success {success:.1%} on held-out games, the best so far")
     return success
@@ -697,7 +700,7 @@ def run(config):
                                        envs.default_workers(config.env))) as pool):
         checkpoint = runs.newest_checkpoint(out)
         lm = load_start(config, pool)
-        learner = LEARNERS[config.algo](lm, config)  # and the memory that training keeps
+        learner = LEARNERS[config.algo](lm, config)  # allocates all that training keeps
         if rank() == 0:
             runs.begin_folder(out, vars(config), checkpoint)
         before = from_rank_0(runs.read_json(f"{out}/before.json"))

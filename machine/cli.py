@@ -52,6 +52,9 @@ def flags_of(cls, presets, description):
     return parser
 
 
+LINE_EVERY = 60.0  # seconds
+
+
 @contextlib.contextmanager
 def progress(what, total=None, unit=None):
     """-> a tqdm bar, of rank 0 alone, if there is a unit to count. Where the screen is no terminal
@@ -64,19 +67,21 @@ def progress(what, total=None, unit=None):
 
         def a_line_a_minute():
             while not over.wait(LINE_EVERY):
-                print(" ".join(bar.format_meter(**bar.format_dict | {"ncols": 0}).split()),
-                      file=sys.stderr, flush=True)
+                state = bar.format_dict
+                line = (bar.format_meter(**state | {"ncols": 0}) if unit
+                        else f"{what} [{bar.format_interval(state['elapsed'])}]")
+                print(" ".join(line.split()), file=sys.stderr, flush=True)
 
+        lines = threading.Thread(target=a_line_a_minute, daemon=True)
         if not terminal and rank() == 0:
-            threading.Thread(target=a_line_a_minute, daemon=True).start()
+            lines.start()
         try:
             yield bar
         finally:
             over.set()
+            if lines.is_alive():
+                lines.join()
             bar.close()
-
-
-LINE_EVERY = 60.0  # seconds
 
 
 def out_of_memory(error):
@@ -90,9 +95,11 @@ def out_of_memory(error):
 def in_one_line(error):
     """An error's message with a remedy."""
     if out_of_memory(error):
-        return ("out of memory. In an update: --checkpointing; in a rollout: fewer --rows or a "
-                "lower --max_prompt; anywhere: --moments bfloat16, or more ranks. All of these can "
-                f"be given with --resume ({str(error).splitlines()[0]})")
+        what, _, _ = str(error).partition("\n")
+        return ("out of memory. In an update or a scoring pass: a lower --tokens_per_micro_batch; "
+                "in an update: --checkpointing; in a rollout: fewer --rows or a lower "
+                "--max_prompt; anywhere: --moments bfloat16, or more ranks. A run takes all of "
+                f"these with --resume too ({what})")
     package = getattr(error, "name", None) if isinstance(error, ImportError) else None
     return f"{error}; pip install {package}" if package else str(error)
 

@@ -7,6 +7,8 @@ import logging
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from machine.cli import out_of_memory
+
 log = logging.getLogger("sapo")
 
 
@@ -80,13 +82,14 @@ class Captured:
         if self.works and (n, span) not in self.graphs:
             try:
                 self.graphs[n, span] = self.capture(n, span)
-            except torch.OutOfMemoryError:
-                self.graphs[n, span] = None
-                warn(f"no memory left to capture a decoding step of {n} rows and {span} positions: "
-                     "it runs eagerly, which is slower. Fewer --rows would leave more")
             except RuntimeError as error:
-                warn(f"no decoding step will be captured, because one could not be: {error}")
-                self.works = False
+                if out_of_memory(error):
+                    self.graphs[n, span] = None
+                    warn(f"no memory left to capture a decoding step of {n} rows and {span} "
+                         "positions: it runs eagerly, which is slower. Fewer --rows leave more")
+                else:
+                    self.works = False
+                    warn(f"no decoding step will be captured, because one could not be: {error}")
 
     def capture(self, n, span):
         graph = torch.cuda.CUDAGraph()
@@ -105,9 +108,8 @@ def accelerate(sampler, compare, ways):
         captured, compiles = way
         sampler.body, sampler.draw_tokens, sampler.note_tokens = eager if not compiles else (
             compiled_layers(eager[0]), compiled(eager[1]), compiled(eager[2]))
-        sampler.new_decoder = lambda: sampler.decode_one_token
-        if captured:
-            sampler.new_decoder = lambda: Captured(sampler.decode_one_token)
+        sampler.new_decoder = (lambda: Captured(sampler.decode_one_token)) if captured else (
+            lambda: sampler.decode_one_token)
         sampler.decoder = sampler.new_decoder()
         try:
             why = compare(sampler)
@@ -117,6 +119,6 @@ def accelerate(sampler, compare, ways):
             why = f"{type(error).__name__}: {error}"
         if not why and getattr(sampler.decoder, "works", True):
             return way
-        if why:
+        if why and way != (False, False):
             warn(f"{'compiled ' * compiles}{'captured ' * captured}sampling is not used: {why}")
     raise ValueError(why)

@@ -1,13 +1,12 @@
 """The ranks that torchrun starts, and an optimizer whose state is spread over them.
 
     rank, world, from_ranks, from_rank_0, barrier   without torchrun there is one rank
-    stop                                            what SIGTERM or Ctrl-C has asked all ranks for
+    stop                                            what SIGTERM and Ctrl-C do, on all ranks
     AdamW                                           for 16-bit models too
 """
 import contextlib
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 
@@ -18,7 +17,8 @@ import torch.distributed as dist
 # ------------------------------------------------------------------------------------------ ranks
 
 def join_ranks():
-    """Under torchrun: this process becomes a rank, with a GPU of its own where there are GPUs."""
+    """Configures the GPU's allocator. Under torchrun, this process becomes a rank, with a GPU of
+    its own where there are GPUs."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # most micro-batches have a shape of their own, which would fragment the memory
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -48,15 +48,17 @@ def barrier():
 
 
 def from_ranks(items, finish=False):
-    """Every rank's list, joined in the order of ranks. With it goes whether the rank was told to
-    stop, see Stop; `finish`: from now on the iteration is finished first."""
-    with stop.held():
+    """Every rank's list, joined in the order of ranks. It also exchanges whether a rank was told to
+    stop: if so, and the iteration may be abandoned, all ranks raise Stopped. finish=True: weights
+    are about to change, so that a later signal waits for the end of the iteration."""
+    with stop.deferred():
         lists = [(stop.requested, items)]
         if world() > 1:
             lists *= world()
             dist.all_gather_object(lists, (stop.requested, items))
-        agreed = stop.nothing_is_lost and any(requested for requested, _ in lists)
-        stop.nothing_is_lost &= not (agreed or finish)
+        agreed = stop.may_abandon and any(requested for requested, _ in lists)
+        if agreed or finish:
+            stop.may_abandon = False
         if agreed:
             raise Stopped(agreed=True)
     return [x for _, part in lists for x in part]
@@ -70,7 +72,7 @@ def from_rank_0(value):
 # --------------------------------------------------------------------------------- told to stop
 
 class Stopped(KeyboardInterrupt):
-    """The iteration is given up. agreed: all ranks know."""
+    """This rank leaves because of a signal. agreed: all ranks know, and do the same."""
 
     def __init__(self, agreed=False):
         super().__init__()
@@ -78,40 +80,41 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """What SIGTERM and Ctrl-C do while `train` runs. torchrun sends SIGTERM to all ranks, and kills
+    """What SIGTERM and Ctrl-C do during training. torchrun sends SIGTERM to all ranks, and kills
     them half a minute later.
 
-    While `nothing_is_lost`, as no weight has changed in this iteration, a signal raises Stopped at
-    once. The other ranks learn of it by their next from_ranks, and raise it too. Later in an
-    iteration a signal is only noted, and the iteration is finished. A second signal raises
-    KeyboardInterrupt, unless it comes within a second: torchrun repeats the first."""
+    While `may_abandon` is set, because no weight has changed yet in this iteration, a signal raises
+    Stopped at once. The other ranks learn of it by their next from_ranks, and raise it too. Later
+    in an iteration a signal only sets `requested`, and the iteration is finished. A second signal
+    raises KeyboardInterrupt, unless it comes within a second: torchrun repeats the first."""
 
     def __init__(self):
-        self.requested = self.nothing_is_lost = self.holding = False
-        self.when = 0.0
+        self.requested = self.may_abandon = self.deferring = self.leaving = False
+        self.first_signal = 0.0
 
     def note(self, *_):
-        if self.requested and time.time() > self.when + 1:
+        if self.requested and time.monotonic() > self.first_signal + 1:
             raise KeyboardInterrupt
         if not self.requested:
-            self.requested, self.when = True, time.time()
-            print("\nStopping " + ("now" if self.nothing_is_lost else "after this iteration")
-                  + "; press Ctrl-C again to stop without saving", file=sys.stderr, flush=True)
+            self.requested, self.first_signal = True, time.monotonic()
+            when = "now" if self.may_abandon else "after this iteration"
+            # print() must not be used in a signal handler
+            os.write(2, f"\nStopping {when}; another signal stops without saving\n".encode())
         self.leave_if_possible()
 
     def leave_if_possible(self):
-        if self.requested and self.nothing_is_lost and not self.holding:
-            self.nothing_is_lost = False
+        if self.requested and self.may_abandon and not self.deferring and not self.leaving:
+            self.leaving = True
             raise Stopped
 
     @contextlib.contextmanager
-    def held(self):
-        """Within it a signal is only noted: no rank may leave a collective half-way."""
-        self.holding = True
+    def deferred(self):
+        """Within it a signal raises nothing: no rank may leave a collective half-way."""
+        self.deferring = True
         try:
             yield
         finally:
-            self.holding = False
+            self.deferring = False
         self.leave_if_possible()
 
     @contextlib.contextmanager
@@ -121,9 +124,9 @@ class Stop:
         try:
             yield
         finally:
-            self.requested = self.nothing_is_lost = False
             for kind, handler in before.items():
                 signal.signal(kind, handler)
+            self.requested = self.may_abandon = self.leaving = False
 
 
 stop = Stop()
@@ -146,7 +149,8 @@ BUCKET = 2 ** 25  # entries sent at a time: hundreds of small collectives would 
 
 
 def in_buckets(tensors, send):
-    """send(flat) in place, for tensors of one dtype that are joined to buckets."""
+    """Joins tensors of one dtype into flat buckets, calls send(flat) on each, which works in place,
+    and copies the results back."""
     buckets = []
     for x in tensors:
         if not buckets or sum(map(torch.numel, buckets[-1])) + x.numel() > BUCKET:
@@ -200,8 +204,8 @@ class AdamW(torch.optim.Optimizer):
     the model is a rounded copy, because at a learning rate of 1e-6 they are far below bf16's last
     digit. Each rank keeps the state of its share of the parameters, and sends the others what it
     has updated (ZeRO 1). The state is allocated here, so that a lack of memory is known at the
-    start. `moments`: torch.float32, with which gradients are added up in float32 too, or
-    torch.bfloat16, which takes 6 bytes a parameter less."""
+    start. `moments`: torch.float32, with which the gradients of micro-batches are added up in
+    float32 too, or torch.bfloat16, which takes 6 bytes a parameter less."""
 
     def __init__(self, params, lr, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8,
                  moments=torch.float32):
@@ -256,7 +260,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take(self, states):
-        """Takes this rank's share of the "state" that a rank saved, of however many ranks."""
+        """Copies what this rank keeps from the "state" that one rank has saved. To be called with
+        what every one of them has saved; there may have been another number of ranks."""
         for n, p in enumerate(self.param_groups[0]["params"]):
             if n in states and self.owner[n] == rank():
                 self.state[p]["step"] = states[n]["step"]

@@ -108,6 +108,7 @@ def held(out, resume):
             file.truncate(0)
             file.write(mark)
             file.flush()
+            os.fsync(file.fileno())  # so that other machines see it
         barrier()
         blind = [] if Path(out, ".lock").read_text() == mark else [rank()]
         if blind := from_ranks(blind):

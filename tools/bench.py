@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import eval as evaluation
 import train
-from machine import cli, runs
+from machine import cli, ranks, runs
 from model import actor_critic, load, locate
 from rollout import Sampler, Turn
 from tools.imitate import random_tiny, tiny_tokenizer
@@ -338,7 +338,7 @@ def print_memory(lm, learners, peak):
 
 def bytes_of_training(size, moments):
     """The bytes of a parameter of `size` bytes that is trained, with AdamW's moments of so many."""
-    return {"weights": size, "gradients": moments, "moments": 2 * moments,
+    return {"weights": size, "gradients": max(size, moments), "moments": 2 * moments,
             "masters": 4 if size == 2 else 0}
 
 
@@ -432,6 +432,7 @@ COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "memory": memo
 def main():
     name, *argv = sys.argv[1:] or ["--help"]
     with cli.one_line_errors("bench.py"):
+        ranks.join_ranks()
         if name in ("-h", "--help"):
             print(__doc__)
         elif name in COMMANDS:
