@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import envs
-from machine.cli import Parser, one_line_errors, options_of
+from machine.cli import Parser, one_line_errors, options_of, progress
 from machine.ranks import from_ranks, join_ranks, mean, rank, say, world
 from machine.runs import read_json, read_log, settings_of, write_file
 from model import load
@@ -62,8 +62,9 @@ def sampler_for(lm, settings, temperature=1.0):
     """settings: of a run, or flags of an evaluation, which compiles nothing."""
     compile = temperature == 1 and bool(getattr(settings, "compile", False))
     check = (settings.context, compile) not in lm.fastest  # once for a model and a context
-    return Sampler(lm, settings.engine, settings.context, settings.max_new, temperature, compile,
-                   settings.max_prompt, check)
+    with progress("preparing the sampler" + ", which compiles it" * compile):
+        return Sampler(lm, settings.engine, settings.context, settings.max_new, temperature,
+                       compile, settings.max_prompt, check)
 
 
 def spaced(ids, limit):

@@ -57,30 +57,31 @@ LINE_EVERY = 60.0  # seconds
 
 @contextlib.contextmanager
 def progress(what, total=None, unit=None):
-    """-> a tqdm bar, of rank 0 alone, if there is a unit to count. Where the screen is no terminal
-    but a file, it is a line a minute, which also comes while nothing is counted."""
+    """-> a tqdm bar, of rank 0 alone; without a unit, it only says how long it has taken. Where the
+    screen is no terminal but a file, it is a line a minute."""
     terminal, over = sys.stderr.isatty(), threading.Event()
     with open(os.devnull, "w") as nowhere:
-        bar = tqdm(desc=what, total=total, unit=f" {unit}", leave=False,
-                   unit_scale=unit == "tokens",
-                   file=sys.stderr if terminal and unit and rank() == 0 else nowhere)
+        bar = tqdm(desc=what, total=total, unit=f" {unit}", unit_scale=unit == "tokens",
+                   leave=False, bar_format=None if unit else "{desc} [{elapsed}]",
+                   file=sys.stderr if terminal and rank() == 0 else nowhere)
 
-        def a_line_a_minute():
-            while not over.wait(LINE_EVERY):
-                state = bar.format_dict
-                line = (bar.format_meter(**state | {"ncols": 0}) if unit
-                        else f"{what} [{bar.format_interval(state['elapsed'])}]")
-                print(" ".join(line.split()), file=sys.stderr, flush=True)
+        def tell():  # also while nothing is counted
+            while not over.wait(1.0 if terminal else LINE_EVERY):
+                if terminal:
+                    bar.refresh()
+                else:
+                    line = bar.format_meter(**bar.format_dict | {"ncols": 0})
+                    print(" ".join(line.split()), file=sys.stderr, flush=True)
 
-        lines = threading.Thread(target=a_line_a_minute, daemon=True)
-        if not terminal and rank() == 0:
-            lines.start()
+        telling = threading.Thread(target=tell, daemon=True)
+        if rank() == 0:
+            telling.start()
         try:
             yield bar
         finally:
             over.set()
-            if lines.is_alive():
-                lines.join()
+            if rank() == 0:
+                telling.join()
             bar.close()
 
 

@@ -6,7 +6,6 @@
 # others go on. A second start wants runs/gpu, and runs/alfworld-*, out of the way.
 mkdir -p runs && mkdir runs/gpu || exit 1
 python -c "import torch; torch.cuda.get_device_name()" || exit 1
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # most micro-batches have their own shape
 
 step() {
     name=$1; shift

@@ -40,7 +40,7 @@ import eval as evaluation
 import train
 from envs import AlfWorld
 from machine import cli, runs
-from machine.ranks import AdamW, Stopped, mean, say, stop
+from machine.ranks import AdamW, Stopped, join_ranks, mean, say, stop
 from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micro_batches,
                    restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
@@ -431,6 +431,7 @@ def parse(argv=None):
 
 def main():
     with cli.one_line_errors("imitate.py", envs.GameError, BrokenExecutor):
+        join_ranks()
         config, flags = parse()
         say(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less")
         dtype = getattr(torch, config.dtype)

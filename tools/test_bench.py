@@ -54,7 +54,7 @@ def test_both_engines_say_the_same_and_hf_has_a_pass_more(monkeypatch, capsys):
 
 def test_the_flags_that_the_table_of_memory_names_are_flags_of_train(monkeypatch, capsys):
     run_main(bench, monkeypatch, "memory")
-    phases, cards = (table.splitlines() for table in capsys.readouterr().out.split("\n\n"))
+    _, phases, cards = (table.splitlines() for table in capsys.readouterr().out.split("\n\n"))
     half, *_ = (line.split(" | ") for line in phases if line.startswith("| Qwen2.5-0.5B"))
     assert half[1:3] == ["1.0", "1.0"] and float(half[6]) > float(half[7].strip(" |")) > 8
     flags = {cell.strip() for line in cards[2:] for cell in line.strip("| ").split(" | ")[1:]}
