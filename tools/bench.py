@@ -371,15 +371,17 @@ CONTEXT = 0.6  # GB of the CUDA context and of the libraries' workspaces, roughl
 
 
 def memory_of(name, flags, ranks=1):
-    """-> {what: GB of one rank}, at the defaults of train.py but for `flags`, with 144 rows of
-    1,792 positions: prompts of ALFWorld had at most 1,039 tokens, and a response may have 512."""
+    """-> {what: GB of one rank}, at the defaults of train.py but for `flags`, with a row for each of
+    its share of ALFWorld's 140 held-out games, rounded up to a multiple of 16 as the sampler does,
+    of 1,792 positions: prompts had at most 1,039 tokens, and a response may have 512."""
     c = architecture(name)
     head = c.vocab_size * c.hidden_size
     layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * head_size(c)
     layer += 3 * c.hidden_size * c.intermediate_size
     parameters = c.num_hidden_layers * layer + head * (1 if c.tie_word_embeddings else 2)
     bytes_of = bytes_of_training(2, 2 if "--moments" in flags else 4)
-    rows, tokens = flags.get("--rows", 144), flags.get("--tokens_per_micro_batch", 8192)
+    rows = min(flags.get("--rows", 144), -(-140 // ranks // 16) * 16)
+    tokens = flags.get("--tokens_per_micro_batch", 8192)
     activations = tokens * c.num_hidden_layers * activation_bytes(name)
     if "--checkpointing" in flags:  # the layers' inputs, and one layer that is computed again
         activations = tokens * (2 * c.num_hidden_layers * c.hidden_size + activation_bytes(name))
@@ -404,9 +406,9 @@ def memory_main(argv):
     """Two tables: GB by phase of Qwen2.5's sizes, and for each card the first of LADDER that fits
     with a tenth to spare."""
     cli.Parser(description="Memory, computed.").parse_args(argv)
-    print("GB on one GPU, what is there all the time, and at the peak of a phase:\n")
-    rows = [["", "weights", "reference", "masters and moments", "cache", "rollout, scoring",
-             "update", "update, --checkpointing"]]
+    print("GB on one GPU: what is kept throughout, and the total at the peak of a phase\n")
+    rows = [["", "kept: weights", "reference", "masters and moments", "cache",
+             "peak: rollout, scoring", "update", "update, --checkpointing"]]
     for size in QWEN25:
         parts = memory_of(size, {})
         update, less = sum(parts.values()), sum(memory_of(size, {"--checkpointing": ""}).values())
