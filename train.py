@@ -2,7 +2,7 @@
 
     python train.py                                                a tiny model in an embedded house
     python train.py --env alfworld --model Qwen2.5-1.5B-Instruct   the paper's setting, on one GPU
-    torchrun --nproc_per_node=2 --shutdown-timeout 600 train.py ...    tasks are split over the ranks
+    torchrun --nproc_per_node=2 --shutdown-timeout 600 train.py ...   ranks share the tasks
     python train.py --resume --out RUN                             goes on after a kill
 
 It reads from the loop, `train`, to what it calls: `Learner.learn` is lines 3 to 7, `Run` surrounds

@@ -371,9 +371,9 @@ CONTEXT = 0.6  # GB of the CUDA context and of the libraries' workspaces, roughl
 
 
 def memory_of(name, flags, ranks=1):
-    """-> {what: GB of one rank}, at the defaults of train.py but for `flags`, with a row for each of
-    its share of ALFWorld's 140 held-out games, rounded up to a multiple of 16 as the sampler does,
-    of 1,792 positions: prompts had at most 1,039 tokens, and a response may have 512."""
+    """-> {what: GB of one rank}, at the defaults of train.py but for `flags`. The cache has a row
+    for each of its share of ALFWorld's 140 held-out games, rounded up to a multiple of 16 as the
+    sampler does, of 1,792 positions: prompts had at most 1,039 tokens, a response may have 512."""
     c = architecture(name)
     head = c.vocab_size * c.hidden_size
     layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * head_size(c)
