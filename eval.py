@@ -307,7 +307,7 @@ def draw(groups, path, half=None):
     if len(groups) > len(COLORS):
         raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
     curve_of, panels, xlabel, note = over_iterations, [*PANELS], "iteration", ""
-    if half:
+    if half is not None:
         curve_of, panels, xlabel, note = recent, panels[:2], "episodes", f"; last {WINDOW} episodes"
     configs = [runs[0].config for runs in groups.values()]
     # the discount of the return that V and Q explain; verl-agent's PPO pays the whole one
@@ -332,12 +332,12 @@ def draw(groups, path, half=None):
                         markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
                         label=f"{label}, n = {len(runs)}")
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
-            if key == "success" and not half:
+            if key == "success" and half is None:
                 looks = [np.mean(its) for its in zip(*map(held_out, runs))]
                 ax.scatter(range(len(looks)), looks, color=color, edgecolor="black", marker="D",
                            label=None if place else "held-out games, T = 0.4")
     axes[0].set_ylim(0, None)
-    if half:
+    if half is not None:
         axes[0].axhline(half, color="black", lw=0.8, ls=":", label=f"{half:.0%}, to be reached")
     title = ", ".join(sorted({*map(setting, configs)}))
     fig.suptitle(f"{title}{note}; mean of the seeds ± a standard error", fontsize=10)

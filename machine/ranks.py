@@ -149,11 +149,12 @@ BUCKET = 2 ** 25  # entries sent at a time: hundreds of small collectives would 
 
 
 def in_buckets(tensors, send):
-    """Joins tensors of one dtype into flat buckets, calls send(flat) on each, which works in place,
-    and copies the results back."""
+    """Joins tensors into flat buckets of one dtype each, calls send(flat) on each, which works in
+    place, and copies the results back."""
     buckets = []
-    for x in tensors:
-        if not buckets or sum(map(torch.numel, buckets[-1])) + x.numel() > BUCKET:
+    for x in sorted(tensors, key=lambda x: str(x.dtype)):  # in the same order on all ranks
+        if (not buckets or x.dtype != buckets[-1][0].dtype
+                or sum(map(torch.numel, buckets[-1])) + x.numel() > BUCKET):
             buckets.append([])
         buckets[-1].append(x)
     for bucket in buckets:
@@ -166,15 +167,10 @@ def in_buckets(tensors, send):
             x.copy_(part.view_as(x))
 
 
-def by_dtype(tensors):
-    """-> lists of tensors of one dtype each."""
-    return [[x for x in tensors if x.dtype == dtype] for dtype in {x.dtype: 0 for x in tensors}]
-
-
 def sum_over_ranks(tensors):
     """Adds up each tensor over all ranks, in place."""
-    for alike in by_dtype(tensors) if world() > 1 else ():
-        in_buckets(alike, dist.all_reduce)
+    if world() > 1:
+        in_buckets(tensors, dist.all_reduce)
 
 
 # -------------------------------------------------------------------------------------- optimizer
@@ -229,9 +225,8 @@ class AdamW(torch.optim.Optimizer):
             if p.grad is not None and self.owner[n] == rank():
                 self.update(p, group, n)
         for owner in range(world() if world() > 1 else 0):  # once all have updated their shares
-            theirs = [p.data for n, p in enumerate(group["params"]) if self.owner[n] == owner]
-            for alike in by_dtype(theirs):
-                in_buckets(alike, lambda flat: dist.broadcast(flat, owner))
+            owned = [p.data for n, p in enumerate(group["params"]) if self.owner[n] == owner]
+            in_buckets(owned, lambda flat: dist.broadcast(flat, owner))
 
     def update(self, p, group, n):
         """One step of parameter number n, in slices, because its float32 temporaries are several
