@@ -20,8 +20,11 @@ Workers start quickly, because nothing here needs torch.
 import argparse
 import contextlib
 import copy
+import functools
 import hashlib
 import itertools
+import math
+import numbers
 import os
 import pkgutil
 import queue
@@ -144,17 +147,24 @@ class ShopEpisode(Episode):
         return name == "search" or name == "click" and offered
 
 
-def parse_action(text, fallback):
-    """-> (action, valid). The action is the lower-cased text between the first <action> and the
-    first </action>, or the last `fallback` characters if they are not there in this order. It is
-    valid if both pairs of tags are there and, as in verl-agent, no CJK character."""
+def parse_action(text, fallback, said=""):
+    """-> (action, valid). The action is the lower-cased text between an <action> and the next
+    </action>, the first that begin behind the first </think> and end behind the last; or else the
+    first before a <think>; or else the last `fallback` characters. It is valid if both pairs of
+    tags are there and, as in verl-agent, no CJK character. `said`: what the chat template has said
+    before the text, such as an opening <think>."""
     low = text.lower()
-    start, end = low.find("<action>"), low.find("</action>")
-    if start < 0 or end < start:
-        return low[max(0, len(low) - fallback):], False
-    thought = 0 <= low.find("<think>") < low.find("</think>")
-    action = low[start + len("<action>"):end].strip()
-    return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
+    whole = said.lower() + low
+    thought = 0 <= whole.find("<think>") < whole.find("</think>")
+    behind = whole[max(0, whole.find("</think>")):]  # verl-agent looks into the thought as well
+    while "</think>" in (rest := behind.partition("</action>")[2]):
+        behind = rest
+    for part in behind, whole.partition("<think>")[0]:
+        start, end = part.find("<action>"), part.find("</action>")
+        if 0 <= start < end:
+            action = part[start + len("<action>"):end].strip()
+            return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
+    return low[max(0, len(low) - fallback):], False
 
 
 # ------------------------------------------------------------------- what an environment has
@@ -166,9 +176,15 @@ class Env:
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
     with info as above, rewards that sum to within +-r_max, and truncated on turn `horizon`. The
-    first obs says what the task is. Commands are in lower case, as actions are. An object plays
-    many games, so reset sets all of it. tools/imitate.py also needs advice(forgetful) -> (thought,
-    command) or None, as of a demonstrator. Override the rest."""
+    first obs says what the task is. An object plays many games, so reset sets all of it.
+    tools/imitate.py also needs advice(forgetful) -> (thought, command) or None, as of a
+    demonstrator. Override the rest.
+
+    The worker pool demands of what it says: obs, task and commands are text, in which lone
+    surrogates are replaced; terminated, truncated and won are True or False; reward and score are
+    finite. NumPy's types will do. A command is in lower case and has no blanks at its ends, because
+    that is how actions are read. Anything else, and any exception, is a GameError that names the
+    game and the turn. A worker that does not answer for `patience` seconds is replaced."""
 
     flags = ("horizon",)  # which of train.py's settings its constructor takes
     horizon = 50  # turns an episode may take; the last one's step says truncated
@@ -179,6 +195,7 @@ class Env:
     max_prompt = 2048  # tokens a prompt may take
     fallback = 30  # characters taken as the action if the response has no tags
     graded = False  # whether info's score can lie between 0 and 1
+    patience = 600  # seconds that a worker may take for an answer
 
     def __init__(self, horizon=None):
         self.horizon = self.horizon if horizon is None else horizon
@@ -462,6 +479,7 @@ class WebShop(Env):
     goals = "synthetic"  # who wrote what is asked for
     flags, horizon, graded = ("data", "horizon"), 15, True
     fallback, max_prompt = 20, 4096  # its pages are long
+    patience = 3600  # the whole catalogue has five gigabytes
     held_out, categories, episode_class = ("test", 500), SHELVES, ShopEpisode
 
     def __init__(self, data=None, horizon=None):
@@ -532,9 +550,11 @@ def make_env(name, **options):
 
 def tasks(name, split, **options):
     """The sorted task ids of a split. ValueError names the splits that there are."""
-    ids = make_env(name, **options).tasks(split)
-    if not len(ids):
+    ids = [plain(task) for task in make_env(name, **options).tasks(split)]
+    if not ids:
         raise ValueError(f"--env {name} has no tasks in the split {split!r}")
+    if wrong := [task for task in ids if not isinstance(task, (str, int))]:
+        raise ValueError(f"--env {name}: a task id is {wrong[0]!r}, and neither str nor int")
     return ids
 
 
@@ -556,13 +576,49 @@ class GameError(RuntimeError):
     """An environment failed, or kills its worker again and again. Names the game."""
 
 
-def checked(info):
-    """What an environment says of a turn; NumPy's types would not become JSON."""
-    if wrong := [c for c in info["admissible"] if str(c) != str(c).strip().lower()]:
-        raise ValueError(f"commands are not in lower case: {wrong[:3]}")
-    return {"admissible": [str(command) for command in info["admissible"]],
-            "task": str(info["task"]), "category": info["category"], "won": bool(info["won"]),
-            "score": float(info["score"])}
+# What an environment says, in Python's own types, or a ValueError.
+
+def text_of(value, what):
+    """A text or a number as text, without lone surrogates, which are no Unicode."""
+    if not isinstance(value, (str, numbers.Number)):
+        raise ValueError(f"{what} is {value!r}, which is no text")
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def number_of(value, what):
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{what} is {number}")
+    return number
+
+
+def truth_of(value, what):
+    if value not in (True, False):
+        raise ValueError(f"{what} is {value!r}, where True or False is due")
+    return bool(value)
+
+
+@functools.lru_cache(1 << 16)
+def command_of(value):
+    command = text_of(value, "a command")
+    action, valid = parse_action(f"<think></think><action>{command}</action>", 0)
+    if not valid or action != command:
+        why = "in lower case, without blanks at its ends" if valid else "in a malformed response"
+        raise ValueError(f"no response can give the command {command!r}: it would be read as "
+                         f"{action!r}, {why}")
+    return command
+
+
+def plain(value):
+    """A value of Python for one of NumPy's, which would not become JSON."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def info_of(info):
+    if isinstance(info["admissible"], str):
+        raise ValueError(f"admissible is {info['admissible']!r}, where a list of commands is due")
+    return {"admissible": [command_of(command) for command in info["admissible"]],
+            "task": text_of(info["task"], "task"), "category": plain(info["category"]),
+            "won": truth_of(info["won"], "won"), "score": number_of(info["score"], "score")}
 
 
 class Games:
@@ -584,13 +640,14 @@ class Games:
     def start(self, number, task):
         self.load(number, task)
         self.playing[number], obs, info = self.ready.pop(number)
-        return str(obs), checked(info)
+        return text_of(obs, "obs"), info_of(info)
 
     def step(self, number, action):
         obs, reward, terminated, truncated, info = self.playing[number].step(action)
-        if terminated or truncated:
+        over = truth_of(terminated, "terminated"), truth_of(truncated, "truncated")
+        if any(over):
             self.drop(number)
-        return str(obs), float(reward), bool(terminated), bool(truncated), checked(info)
+        return text_of(obs, "obs"), number_of(reward, "reward"), *over, info_of(info)
 
     def drop(self, number, argument=None):
         if number in self.playing:
@@ -602,7 +659,7 @@ class Games:
             for op, argument in asked:
                 answer = getattr(self, op)(number, argument)
             return answer
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             *_, last = traceback.extract_tb(error.__traceback__)
             return GameError(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
 
@@ -636,6 +693,7 @@ class OpenGame:
     task: str
     asked: list = field(default_factory=list)  # every (op, argument), for the worker's successor
     answer: tuple = None  # the answer to the last of them, None as long as it is owed
+    place: int = 0  # in the line of all requests, of the last of them
     number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
 
@@ -647,18 +705,21 @@ class Pool:
         pool.gather(keys)           their answers in the order of keys: (obs, info) or step()'s five
         pool.drop(key)              gives up an unfinished game
 
-    A worker that dies is replaced and its games are replayed, which the caller does not notice. A
-    GameError names a game that fails, or, where a worker has died four times running, the games
-    that waited for it."""
+    A worker that dies, or gives no answer for the environment's `patience`, is replaced and its
+    games are replayed, which the caller does not notice. A GameError names a game that fails, or,
+    where a worker was lost four times running, the games that waited for it."""
+
+    say_after = 60  # seconds without an answer after which a line names the games
 
     def __init__(self, name, options=None, workers=0):
         self.name, self.options, self.env = name, options or {}, known(name)
         self.local = None if workers else Games(name, self.options)
-        # By worker: process, pipe, deaths since its last answer.
-        self.procs, self.conns, self.deaths = [None] * workers, [None] * workers, [0] * workers
+        # By worker: process, pipe, how often it was lost since its last answer.
+        self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
         self.games = {}  # by key
         self.loading = {}  # task: games that workers load
         self.loaders = itertools.cycle(range(workers))
+        self.places = itertools.count()
         self.seconds = 0.0  # spent on games, or waiting for them
         for w in range(workers):
             self.spawn(w)
@@ -696,7 +757,9 @@ class Pool:
                 self.listen(game.worker)
         for key, game in zip(keys, games):
             if isinstance(game.answer, GameError):
-                raise GameError(f"{self.name}: game {game.task} failed: {game.answer}")
+                turn = len(game.asked) - 1  # the first request was to start
+                when = f" in turn {turn}" if turn else ""
+                raise GameError(f"{self.name}: game {game.task} failed{when}: {game.answer}")
             if any(game.answer[2:4]):  # terminated or truncated
                 del self.games[key]
         return [game.answer for game in games]
@@ -713,7 +776,7 @@ class Pool:
     # ---- messages
     def ask(self, game, op, argument):
         game.asked.append((op, argument))
-        game.answer = None
+        game.answer, game.place = None, next(self.places)
         self.send(game, game.asked[-1:], wanted=True)
 
     def send(self, game, asked, wanted=False):
@@ -727,17 +790,25 @@ class Pool:
         self.seconds += time.time() - began
 
     def listen(self, w):
-        """Waits for a worker's next answer; replaces it if it is dead."""
+        """Waits for a worker's next answer; replaces it if it is dead or hangs."""
         began = time.time()
         try:
+            patience, first = self.env.patience, min(self.say_after, self.env.patience)
+            if not self.conns[w].poll(first):
+                print(f"{self.name}: no answer for {first} seconds in {self.owed(w)}",
+                      file=sys.stderr, flush=True)
+                if not self.conns[w].poll(patience - first):
+                    return self.replace(w, f"gave no answer for {patience} seconds")
             number, answer = self.conns[w].recv()
         except (EOFError, OSError):
-            return self.replace(w)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.procs[w].wait(1)  # until its status is known
+            return self.replace(w, f"died with status {self.procs[w].returncode}")
         self.seconds += time.time() - began
         for game in self.games.values():  # the one asked may have been dropped
             if game.number == number:
                 game.answer = answer
-                self.deaths[w] = 0
+                self.losses[w] = 0
 
     # ---- the workers
     def spawn(self, w):
@@ -747,22 +818,30 @@ class Pool:
         here, fd = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
         code = f"import sys; sys.path.insert(0, {here!r}); import envs; envs.worker_main({fd})"
         command = [sys.executable, "-Wignore:webshop", "-c", code]  # the shop has warned here
-        self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
+        self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
+                                         stdin=subprocess.DEVNULL)
         self.conns[w].send((self.name, self.options))
         theirs.close()
 
-    def replace(self, w):
-        """Starts a dead worker's successor, which plays its games again."""
-        self.deaths[w] += 1
-        games = [game for game in self.games.values() if game.worker == w]
-        if self.deaths[w] > 3:
-            owing = [game.task for game in games if game.answer is None]
-            raise GameError(f"{self.name}: a worker died four times running, and owed answers in "
-                            f"{owing[:4]}")
+    def games_of(self, w):
+        """A worker's games in the order in which they were asked."""
+        return sorted((game for game in self.games.values() if game.worker == w),
+                      key=lambda game: game.place)
+
+    def owed(self, w):
+        """Games whose answers a worker owes. It plays the first of them, and the others wait."""
+        return [game.task for game in self.games_of(w) if game.answer is None][:4]
+
+    def replace(self, w, why):
+        """Starts a lost worker's successor, which plays its games again."""
+        self.losses[w] += 1
+        if self.losses[w] > 3:
+            raise GameError(f"{self.name}: a worker {why}, as did three before it, and owed "
+                            f"answers in {self.owed(w)}")
         self.procs[w].kill()
         self.procs[w].wait()
         self.spawn(w)
-        for game in games:
+        for game in self.games_of(w):
             self.send(game, game.asked, wanted=game.answer is None)
 
 
@@ -788,6 +867,7 @@ def main():
     parser.add_argument("--env", default="house")
     parser.add_argument("--data", help="the folder of alfworld's json_2.1.1, or of webshop's files")
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="replace")
     try:
         play_by_hand(make_env(args.env, **options_for(vars(args))))
     except (ValueError, OSError, ImportError) as error:

@@ -152,8 +152,8 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, **kwarg
 
 def all_full(body):
     """Whether every layer of a model's body attends to all that came before."""
-    layers = getattr(body.config, "layer_types", None)
-    window = getattr(body.config, "sliding_window", None)
+    config = body.config.get_text_config()  # of a model that sees pictures, a part
+    layers, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
     return set(layers) == {"full_attention"} if layers else not window
 
 
@@ -230,7 +230,8 @@ class ActorCritic:
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.fastest = {}  # (context, compile): how a Sampler computes, once that has been checked
-        self.max_length = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+        self.max_length = getattr(self.model.config.get_text_config(),
+                                  "max_position_embeddings", None) or 1 << 30
         # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
         self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
         self.trunk, self.token_scores = self.model.base_model, token_scores
@@ -280,7 +281,8 @@ class ActorCritic:
 
     def text(self, ids):
         """A response as text, without the stop token it may end in."""
-        return self.tokenizer.decode(ids[:-1] if self.stopped(ids) else ids)
+        return self.tokenizer.decode(ids[:-1] if self.stopped(ids) else ids,
+                                     clean_up_tokenization_spaces=False)
 
     def save(self, folder):
         """Writes a Hugging Face folder, and beside its files sapo.json."""
@@ -308,6 +310,10 @@ class Chat:
         self.begin, self.end = self.written(self.USER).split(self.USER)
         self.between = text.partition(self.RESPONSE)[2].split(self.USER)[0]
         tokenizer("-")  # which turns the backend's padding and truncation off
+        self.keep_out(())
+        # what the template itself says of every response: "<think>\n" in models that always think
+        begun = re.search(r"<think>(?!.*<think>).*", self.end, re.S)
+        self.response_prefix = begun[0] if begun and not self.control.search(begun[0]) else ""
 
     def written(self, *contents):
         """The user's and the assistant's messages in turn, as text up to the next response."""
@@ -316,12 +322,38 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, tokenize=False,
                                                   add_generation_prompt=True)
 
+    def keep_out(self, ids):
+        """From now on, no text becomes a control token: a special token, or an added token that is
+        one of these ids or of the template's. The tags of a response stay what they are."""
+        added = self.tokenizer.added_tokens_decoder
+        ids = {*ids, *self.ids(self.begin + self.between + self.end)}
+        names = {token.content for i, token in added.items() if token.special or i in ids}
+        names -= {"<think>", "</think>", "<action>", "</action>"}
+        rests = {}  # by first letter, which is all that a match takes
+        for name in sorted(name for name in names if len(name) > 1):
+            rests.setdefault(name[0], []).append(re.escape(name[1:]))
+        self.control = re.compile("|".join(
+            f"{re.escape(first)}(?={'|'.join(its)})" for first, its in rests.items()) or "(?!)")
+
+    def ids(self, text):
+        """Text of the template -> ids."""
+        backend = self.tokenizer.backend_tokenizer  # it takes half the time of transformers' call
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def encode(self, text, begin="", end=""):
+        """A text from outside, between two parts of the template -> ids. Where the text spells a
+        control token, such as <|im_end|>, it is encoded in two parts, cut behind the first letter:
+        no game can end the user's message and speak as somebody else."""
+        cuts = [len(begin) + m.end() for m in self.control.finditer(text)]
+        text, ids = begin + text + end, []
+        for start, stop in zip([0, *cuts], [*cuts, len(text)]):
+            ids += self.ids(text[start:stop])
+        return ids
+
     def prompt(self, text, before=()):
         """The ids of a user message up to where the response begins. `before`: the ids of the
         conversation so far; an end of turn that they end in is not repeated."""
-        text = (self.between if before else self.begin) + text.strip() + self.end
-        backend = self.tokenizer.backend_tokenizer  # it takes half the time of transformers' call
-        ids = backend.encode(text, add_special_tokens=False).ids
+        ids = self.encode(text.strip(), self.between if before else self.begin, self.end)
         return ids[1:] if before and ids[0] == before[-1] else ids
 
 
@@ -333,7 +365,8 @@ class Critic(torch.nn.Module):
         super().__init__()
         self.lm = replace(lm, model=copy.deepcopy(lm.model))
         self.body = self.lm.model.base_model  # which is trained
-        self.head = torch.nn.Linear(lm.model.config.hidden_size, 1, device=lm.device)
+        self.head = torch.nn.Linear(lm.model.config.get_text_config().hidden_size, 1,
+                                    device=lm.device)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
 
@@ -395,6 +428,11 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
     max_new tokens, which is known before the weights are read."""
     where = locate(name, env)
     try:
+        adapter = transformers.utils.cached_file(where, "adapter_config.json",
+                                                 _raise_exceptions_for_missing_entries=False)
+        if adapter:
+            raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
+                             "into its model first (peft: merge_and_unload, save_pretrained)")
         path = transformers.utils.cached_file(where, "sapo.json",
                                               _raise_exceptions_for_missing_entries=False)
         ours = json.loads(Path(path).read_text()) if path else {}
@@ -402,7 +440,7 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
         kind = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
         tokenizer = kind.from_pretrained(where)
         config = transformers.AutoConfig.from_pretrained(where)
-        length = getattr(config, "max_position_embeddings", None)
+        length = getattr(config.get_text_config(), "max_position_embeddings", None)
         needed = len(tokenizer(prompt).input_ids) + max_new
         if length and needed > length:
             raise ValueError(f"--max_new {max_new} leaves no room for a prompt: together they need "
@@ -429,6 +467,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: its body has no name")
     chat = Chat(tokenizer)
+    check_tokenizer(model, chat)
+    without_dropout(model)
     head = model.eval().get_output_embeddings()
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens or not value_ids:
@@ -437,6 +477,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
         if value_ids != tuple(trained or ()):  # V = Q = 0, and 16 bits hold small steps near 0
             for p in head.parameters():
                 p.data[[*value_ids]] = 0
+    chat.keep_out({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
     check_head(lm)
     return lm
@@ -474,6 +515,36 @@ def reserve_value_ids(tokenizer, rows, taken, named=None):
     return tuple(free[-2:])
 
 
+def check_tokenizer(model, chat):
+    """ValueError where a response is not read back as it was written, or where text may become an
+    id that the model has no row for."""
+    written = "<think>I see a desk.</think><action>go to desk 1</action>"
+    tokenizer, ids = chat.tokenizer, chat.encode(written)
+    said = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if not re.search(r"<think>.*</think>\s*<action>\s*go to desk 1\s*</action>", said.lower()):
+        raise ValueError(f"the model's tokenizer, {type(tokenizer).__name__}, reads {written!r} "
+                         f"back as {said!r}: files of it are missing, or they were made for "
+                         "another version of transformers")
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    most = max({*tokenizer.get_vocab().values()} - special | {*ids, *chat.prompt("-")})
+    rows = min(len(x().weight) for x in (model.get_input_embeddings, model.get_output_embeddings))
+    if most >= rows:
+        raise ValueError(f"the model's tokenizer has token {most}, and its embeddings have {rows} "
+                         "rows: they do not belong together, or resize_token_embeddings was left "
+                         "out")
+
+
+def without_dropout(model):
+    """Turns off what would make two passes over the same tokens differ in training mode, which
+    --checkpointing needs: dropout of every kind, and the noise of routers."""
+    for part in [*model.modules(), model.config, model.config.get_text_config()]:
+        for name, value in [*vars(part).items()]:
+            if re.search("drop|jitter", name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+
+
 @torch.no_grad()
 def readout_at_start(lm, ids):
     """ValueError where Eq. 1 is flat for V and Q of an empty response: neither could be trained."""
@@ -502,6 +573,8 @@ def check_head(lm):
     logits = lm.model(input_ids=ids, use_cache=False).logits
     for hook in hooks:
         hook.remove()
+    if "body" not in seen:  # OPT calls a part of its body
+        seen["body"] = lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not (torch.equal(seen["body"], seen["before"])
             and torch.equal(logits.float(), seen["after"].float())):
         raise ValueError(f"{type(lm.model).__name__} is not supported: it does something to its "

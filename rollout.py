@@ -614,7 +614,7 @@ def one_trajectory(traj, task, sampler, pool, seed, show):
         sampler.add(traj, before + ids, u)
         response = yield
         text = lm.text(response.ids)
-        action, valid = parse_action(text, pool.env.fallback)
+        action, valid = parse_action(text, pool.env.fallback, lm.chat.response_prefix)
         pool.step(traj, action)
         obs, reward, terminated, truncated, info = yield
         turns.append(Turn(
@@ -678,15 +678,19 @@ def play(sampler, tasks, pool, seed, trajs, rows, history, show, bar):
 
 
 def rollout(sampler, tasks, pool, **options):
-    """Plays every task as `trajectories` does -> all turns, in order of trajectory and turn.
-    ValueError where not even the first prompt of a task fits."""
+    """Plays every task as `trajectories` does -> all turns, in order of trajectory and turn. A task
+    whose first prompt does not fit has none; ValueError where no task has one."""
     turns = []
     for _, played, episode in trajectories(sampler, tasks, pool, **options):
-        if not played:
-            raise ValueError(f"the first prompt of {episode.info['task']!r} needs more than "
-                             f"{max(0, sampler.limit)} tokens: lower --max_new, raise "
-                             "--max_prompt, or take a model with a longer context")
         turns += played
+    if tasks and not turns:
+        room = sampler.lm.max_length - sampler.max_new
+        raise ValueError(
+            f"the first prompt of {episode.info['task']!r}, as of every other task, needs more "
+            f"than {max(0, sampler.limit)} tokens: " + (
+                "raise --max_prompt" if sampler.limit < room else
+                f"no more of the model's {sampler.lm.max_length} are left beside --max_new "
+                f"{sampler.max_new}. Begin anew with less, or with another model"))
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
 

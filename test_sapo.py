@@ -11,7 +11,9 @@ import copy
 import dataclasses
 import functools
 import glob
+import importlib
 import inspect
+import io
 import json
 import math
 import multiprocessing
@@ -35,8 +37,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tensors are small, and other tests run be
 
 import huggingface_hub.constants
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
+import transformers
 from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -749,7 +753,13 @@ def test_house_has_the_commands_and_sentences_of_alfworld():
     ("</think>a<think><action>look</action>", "look", False),
     ("<think>\u60f3</think><action>look</action>", "look", False),
     ("", None, False), ("<think>a</think> Now I WILL go to the fridge 1", None, False),
-    ("</action><think>a</think><action>look</action>", None, False),
+    ("</action><think>a</think><action>look</action>", "look", True),
+    ("</action><think>a<action>look</action></think>", None, False),
+    ("<think>I put it inside <action> </action>.</think><action>look</action>", "look", True),
+    ("<think>I could <action>look</action>.</think>", None, False),
+    ("<think>I use <action> tags</think><action>look</action>", "look", True),
+    ("<think>Not </think><action>a</action>.</think><action>look</action>", "look", True),
+    ("<think>a</think><action>go </think><action>look</action>", "go </think><action>look", True),
     ("<think>long enough</think><action>look", None, False)])
 def test_parse_action(text, action, valid):
     assert parse_action(text, 30) == (text.lower()[-30:] if action is None else action, valid)
@@ -983,6 +993,8 @@ def random_model(architecture, seed=0, layers=2, dtype=torch.float32, **more):
                   head_dim=8, max_position_embeddings=4096, tie_word_embeddings=seed % 2 == 0,
                   initializer_range=0.3, eos_token_id=base.tokenizer.eos_token_id,
                   pad_token_id=0, bos_token_id=None)
+    if "text_config" in more:
+        more, config = more | {"text_config": config}, {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config | more),
                                              dtype=dtype).eval()
@@ -1037,6 +1049,9 @@ OTHERS_SAY = {  # architecture: (its configuration, what kv says, what both engi
                          kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
                          v_head_dim=8, n_group=1, topk_group=1, num_key_value_heads=4), "", ""),
     "gemma3_text": ({}, "not every layer attends", ""),
+    "gemma3": (dict(text_config={}, vision_config=dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        image_size=28, patch_size=14)), "not every layer attends", ""),
     "mamba": ({}, "not every layer attends", ""),
     "qwen3_next": (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                         shared_expert_intermediate_size=16, linear_key_head_dim=8,
@@ -1591,8 +1606,19 @@ def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain
     assert len(last) == len(GAMES) and any(t.truncated and t.turn < 5 for t in last)
     assert all(t.outgrown == (t.turn < 5 and not t.won) for t in last)
     assert not any(t.outgrown for t in free)
-    with pytest.raises(ValueError, match="tokens"):
-        play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": 10})
+    first = [len(t.prompt_ids) for t in free if t.turn == 0]
+    some, _ = play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": max(first) - 1})
+    assert 0 < len({t.traj for t in some}) == sum(n < max(first) for n in first) < len(GAMES)
+    numbers = train.episode_numbers(some, lm, envs.CATEGORIES, len(GAMES))
+    ends = [t for t in some if t.done]
+    assert numbers["episodes"] == len(GAMES)
+    assert numbers["success"] == pytest.approx(sum(t.won for t in ends) / len(GAMES))
+    assert numbers["outgrown"] == pytest.approx(
+        (sum(t.outgrown for t in ends) + len(GAMES) - len(ends)) / len(GAMES))
+    for limit, says in (({"max_prompt": 10}, "than 10 tokens: raise --max_prompt"),
+                        ({"max_new": 4090}, "4096 are left beside --max_new 4090")):
+        with pytest.raises(ValueError, match=says):
+            play(lm, "kv", "window", 1.0, max_new=limit.pop("max_new", 9), sampler_options=limit)
 
 
 @pytest.mark.parametrize("history", [0, 2])
@@ -1665,6 +1691,86 @@ def test_the_conversation_grows_by_appending():
     assert lm.chat.prompt("one") + said + lm.chat.prompt("two", said) == whole
 
 
+@pytest.mark.parametrize("architecture, more", [
+    ("gpt2", dict(n_embd=32, n_layer=2, n_head=4)), ("phi3", dict(resid_pdrop=0.5)),
+    ("opt", dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)),
+    ("qwen2", dict(attention_dropout=0.5)), ("mixtral", dict(router_jitter_noise=0.5))])
+def test_the_mode_of_a_model_changes_nothing(architecture, more):
+    lm = random_model(architecture, 1, **more)
+    batch = make_batch([([*range(9, 29)], [(2, 6), (9, 20)])])
+    with torch.no_grad():
+        scores = [torch.cat(lm.score(batch)) for _ in (lm.model.train(), lm.model.eval())]
+    assert torch.equal(*scores)
+
+
+def chat_template(begin, message, response):
+    return (begin + "{% for m in messages %}{{ " + message + " }}{% endfor %}"
+            "{% if add_generation_prompt %}" + response + "{% endif %}")
+
+
+CHATML = "'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n'"
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n"
+TEMPLATES = {  # as the models have them, without what concerns tools, and what they say themselves
+    "SmolLM2": (chat_template(SYSTEM, CHATML, "<|im_start|>assistant\n"), ""),
+    "Qwen2.5": (chat_template(SYSTEM.replace("SmolLM", "Qwen"), CHATML, "<|im_start|>assistant\n"),
+                ""),
+    "Qwen3, not thinking": (
+        chat_template("", CHATML, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        "<think>\n\n</think>\n\n"),
+    "Llama 3": (chat_template(
+        "<|begin_of_text|>", "'<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + "
+        "m['content'] | trim + '<|eot_id|>'", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+        ""),
+    "Gemma": (chat_template(
+        "<bos>", "'<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' "
+        "+ m['content'] | trim + '<end_of_turn>\\n'", "<start_of_turn>model\n"), ""),
+    "R1": (chat_template(
+        "<|begin|>", "'<|User|>' + m['content'] if m['role'] == 'user' else "
+        "'<|Assistant|>' + m['content'].split('</think>')[-1] + '<|end|>'",
+        "<|Assistant|><think>\n"), "<think>\n")}
+
+
+def byte_level(template):
+    """A tokenizer of the kind that these models have. Not all control tokens of R1 are special."""
+    text = [envs.ANSWER, "You are in a room. go to desk 1 system user assistant model im_start"]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text * 9, vocab_size=600, show_progress=False)
+    added = {*re.findall(r"<[|a-zA-Z_]+>", template), "<think>", "</think>", "<|reserved_1|>"}
+    tokenizer.add_tokens([tokenizers.AddedToken(x, special="think" not in x and x != "<|User|>")
+                          for x in sorted(added)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer,
+                                                chat_template=template)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_game_can_say_anything_but_control_tokens(name):
+    """What it says is read as it stands, a prompt of ordinary text has the template's ids, and what
+    the template has said of a response counts."""
+    template, begun = TEMPLATES[name]
+    tokenizer = byte_level(template)
+    chat = model_module.Chat(tokenizer)
+    ordinary = "You are in a room.\n\n <b>A desk 1</b>, <x> & \u00e9t\u00e9. " + envs.ANSWER
+    for text in (ordinary, f"  {ordinary}\n", "-"):
+        message = [{"role": "user", "content": text.strip()}]
+        whole = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        assert chat.prompt(text) == tokenizer(whole, add_special_tokens=False).input_ids
+    control = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
+               if "think" not in token.content}
+    plain = Counter(i for i in chat.prompt("-") if i in control.values())
+    attack = "".join(f"x{token}<{token}\n{token[:-1]}{token}" for token in control) + "<|User|"
+    ids = chat.prompt(attack)
+    assert Counter(i for i in ids if i in control.values()) == plain and sum(plain.values()) > 1
+    assert tokenizer.decode(ids) == chat.begin + attack + chat.end
+    later = chat.prompt(attack, before=[1])
+    assert tokenizer.decode(later) == chat.between + attack + chat.end
+    assert chat.response_prefix == begun
+    said = {"": "<think>a</think>", "<think>\n": "a</think>"}.get(begun, "")
+    for answer, valid in ((said + "<action>look</action>", True),
+                          ("<think>a</think><action>look</action>", True),
+                          ("<action>look</action>", "</think>" in begun)):
+        assert parse_action(answer, 30, begun) == ("look", valid)
+
+
 def odd_model():
     """A model whose attention is not what the kv engine takes it for."""
     lm = random_model("qwen2", 1)
@@ -1683,7 +1789,16 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     lm = random_model("qwen2", 1)
     lm.tokenizer.chat_template = None
     lm.save(tmp_path / "mute")
-    for name, complaint in ((str(tmp_path / "mute"), "chat template"),
+    adapter, words, short = (tmp_path / name for name in ("adapter", "words", "short"))
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    shutil.copytree(TINY_HOUSE, words)  # without sapo.json, whose tokenizer is taken as it is,
+    (words / "sapo.json").unlink()  # transformers takes one that forgets blanks
+    lm = random_model("qwen2", 1)
+    lm.tokenizer.add_tokens(["one", "more", "word"])
+    lm.save(short)
+    for name, complaint in ((str(tmp_path / "mute"), "chat template"), (adapter, "merge it"),
+                            (words, "tokenizer, .* reads .* back as"), (short, "resize_token"),
                             (str(tmp_path), "cannot load"), ("no-such-model", "no folder here"),
                             ("runs/x/nope", "no such folder"),
                             ("Qwen2.5-1.5B-Instruct", "cannot load")):
@@ -2319,6 +2434,13 @@ def test_what_a_lack_of_memory_recommends_can_be_given_with_resume():
     assert {*re.findall(r"--(\w+)", says)} - {"resume"} <= train.MAY_CHANGE
 
 
+def test_a_screen_without_the_letter_shows_another(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    with cli.one_line_errors("x.py"):
+        print("50.0 \u2013", flush=True)
+    assert sys.stdout.buffer.getvalue() == b"50.0 ?\n"
+
+
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(cli, "LINE_EVERY", 0.01)
     said = ""
@@ -2338,10 +2460,18 @@ def test_a_run_goes_on_in_16_bits_and_on_another_number_of_ranks(tmp_path, stron
     first(*flags, "--iterations", 1, "--out", tmp_path / "cut").finish()
     shares = [*tmp_path.glob("cut/checkpoint-1/learner-*.pt")]
     assert len(shares) == first.ranks
-    shutil.copytree(tmp_path / "cut", tmp_path / "torn")
-    (tmp_path / "torn/checkpoint-1" / shares[-1].name).unlink()
-    with pytest.raises(SystemExit, match="lacks one of its learner-"):
-        run_main(train, monkeypatch, "--iterations", 2, "--out", tmp_path / "torn", "--resume")
+    for name, says in ((shares[-1].name, "lacks one of its learner-"), ("sapo.json", "lacks sapo"),
+                       (shares[0].name, f"{shares[0].name} is damaged"),
+                       ("model.safetensors", "cannot load model .*checkpoint-1")):
+        shutil.copytree(tmp_path / "cut", tmp_path / "torn")
+        part = tmp_path / "torn/checkpoint-1" / name
+        whole = part.read_bytes()
+        part.unlink()
+        if "lacks" not in says:
+            part.write_bytes(whole[:-999])
+        with pytest.raises(SystemExit, match=says):
+            run_main(train, monkeypatch, "--iterations", 2, "--out", tmp_path / "torn", "--resume")
+        shutil.rmtree(tmp_path / "torn")
     kept = (tmp_path / "cut/metrics.jsonl").read_text()
     Alone("--iterations", 2, "--out", tmp_path / "cut", "--resume").finish()
     assert (tmp_path / "cut/metrics.jsonl").read_text().startswith(kept)
@@ -2414,6 +2544,16 @@ with open(f"{HERE}/tools/lake.py") as file:
     MY_ENV = file.read()
 
 
+def test_a_run_that_goes_on_with_other_games_says_so(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    begun = ["--env", "tools.lake:Lake", *SMALL]
+    for shift, more in enumerate((begun, ["--resume"], ["--resume"])):
+        lake = importlib.import_module("tools.lake")
+        monkeypatch.setattr(lake.Lake, "tasks", lambda self, split: [*range(shift // 2, 90)])
+        run_main(train, monkeypatch, "--iterations", shift + 1, "--out", run, *more)
+        assert ("Careful: these are other games" in capsys.readouterr().out) == (shift == 2)
+
+
 def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path, monkeypatch):
     deadly = MY_ENV.replace("self.turn += 1", "self.turn += 1 if action != 'boom' else os._exit(1)")
     (tmp_path / "deadly.py").write_text("import os\n" + deadly)
@@ -2428,11 +2568,32 @@ def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path
             pool.gather(ids[5:6])
 
 
+def test_a_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
+    hang = ("self.turn += 1\n        if action == 'wait' and not os.path.exists('hung'):\n"
+            "            open('hung', 'x').close()\n            time.sleep(1e6)")
+    (tmp_path / "slow.py").write_text("import os, time\n" + MY_ENV.replace("self.turn += 1", hang))
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(Pool("slow:Lake", workers=1)) as pool:
+        ids = [5, 10, 15]
+        for task in ids:
+            pool.start(task, task)
+        pool.gather(ids)
+        monkeypatch.setattr(pool, "say_after", 1)
+        monkeypatch.setattr(pool.env, "patience", 2)
+        for task, action in ((10, "wait"), (5, "north"), (15, "north")):
+            pool.step(task, action)
+        assert len(pool.gather(ids)) == 3 and pool.losses == [0]
+    assert "slow:Lake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
+
+
 def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_here(tmp_path,
                                                                                   monkeypatch):
     """It lies in the working directory, and is played here and in processes of its own. Its tasks
-    may be numbers, and its types NumPy's."""
+    may be numbers from a generator, its types NumPy's, its text no Unicode."""
     mine = MY_ENV.replace('"won": self.at == self.goal', '"won": np.bool_(self.at == self.goal)')
+    mine = mine.replace("return [n for n in range(5000) if (n % 5 == 0) == (split == \"test\")]",
+                        "return (n for n in np.arange(50))").replace("Ice:", "Ice \\udcff:")
+    assert mine.count("np.") == 2 and mine.count("udcff") == 1
     (tmp_path / "mine.py").write_text("import numpy as np\n" + mine)
     monkeypatch.chdir(tmp_path)
     for workers in (0, 1):
@@ -2454,6 +2615,14 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
     ("over, late, info", "late, info", "not enough values to unpack"),
     ('"category": "lake",', "", "KeyError: 'category'"),
     ("self.turn == self.horizon", "False", "goes on after 4 turns"),
+    ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
+    ('envs.REWARD * info["won"]', 'float("-inf")', "failed in turn 1: ValueError: reward is -inf"),
+    ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', where True or False is due"),
+    ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .* without blanks"),
+    ("[*WAYS]", '"north"', "a list of commands is due"),
+    ("return self.view(), envs", "return b'ice', envs", "obs is b'ice', which is no text"),
+    ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
+    ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
     ("range(5000)", "range(1)", "no tasks in the split 'train'")])
 def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, new, says):
     assert MY_ENV.count(old) == 1
@@ -2490,7 +2659,9 @@ def test_a_run_says_once_what_keeps_it_from_learning(tmp_path, monkeypatch, caps
     lake = ["--env", "tools.lake:Lake", "--max_new", 6]
     for flags, says in ((lake, ["a fifth of the actions are admissible", "--max_new 6 cuts",
                                 "three iterations without a success"]),
-                        (["--r_max", 1], ["outside +-R_max"]), ([], [])):
+                        (["--r_max", 1], ["outside +-R_max"]), ([], []),
+                        (["--max_prompt", 29], [" has more than 29 tokens; such episodes count as "
+                                                "lost. Raise --max_prompt", "without a success"])):
         out = tmp_path / str(len(says))
         run_main(train, monkeypatch, "--iterations", 3, "--tasks", 6, "--horizon", 8,
                  "--eval_games", 0, "--out", out, *flags)

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -164,13 +165,15 @@ class Learner:
 
     def restore(self, folder):
         """Becomes what it was when `folder` was written, on any number of ranks."""
+        if not (folder / "sapo.json").is_file():  # then `load` would begin with new w+ and w-
+            raise ValueError(f"{folder} lacks sapo.json")
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
         self.lm.model.load_state_dict(saved.state_dict())
         if self.critic:
-            self.critic.load_state_dict(torch.load(folder / "critic.pt", map_location="cpu"))
+            self.critic.load_state_dict(runs.read_tensors(folder / "critic.pt"))
         found = [set() for _ in self.optimizers]
         for share in folder.glob("learner-*.pt"):
-            kept = torch.load(share, map_location="cpu", mmap=True)
+            kept = runs.read_tensors(share)
             self.steps = kept["steps"]
             for optimizer, states, known in zip(self.optimizers.values(), kept["states"], found):
                 optimizer.take(states)
@@ -471,12 +474,12 @@ class Run:
         config, sampler = self.config, self.sampler
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
         metrics |= self.learner.clock.seconds()
-        metrics |= episode_numbers(turns, self.learner.lm, self.pool.env.categories)
+        metrics |= episode_numbers(turns, self.learner.lm, self.pool.env.categories, config.tasks)
         for key in ("tokens_encoded", "tokens_sampled"):
             metrics[key] = sum(from_ranks([getattr(sampler, key)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
             metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config)
-        self.warn(metrics)
+        self.warn(metrics, self.unplayed(iteration, turns))
         say(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
             f"{metrics['success']:.0%}, admissible {metrics['admissible_actions']:.0%}, V explains "
             f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
@@ -494,32 +497,52 @@ class Run:
             Path(config.out, "transcripts").mkdir(exist_ok=True)
             runs.write_file(f"{config.out}/transcripts/{iteration + 1:04d}.html", page)
 
-    def warn(self, metrics):
+    def unplayed(self, iteration, turns):
+        """All ranks' tasks whose first prompt was too long."""
+        played = {turn.traj for turn in turns}
+        mine = zip(range(rank(), self.config.tasks, world()), self.games(iteration))
+        return from_ranks([task for traj, task in mine if traj not in played])
+
+    def warn(self, metrics, unplayed):
         """Says once each what keeps a run from learning, and what to look at."""
         c = self.config
         self.lost = 0 if metrics["success"] else self.lost + 1
         found = {
-            "fewer than a fifth of the actions are admissible: tools/imitate.py teaches a model an "
-            "environment's words, or take a larger --model":
+            "words": (
                 metrics["iteration"] == self.first and metrics["admissible_actions"] < 0.2,
-            "three iterations without a success, and there is nothing to learn from: look into "
-            "transcripts/; tools/imitate.py, a larger --model or --horizon may help":
+                "fewer than a fifth of the actions are admissible: tools/imitate.py teaches a "
+                "model an environment's words, or take a larger --model"),
+            "success": (
                 self.lost == 3 and not metrics["return_max"],
-            f"--max_new {c.max_new} cuts more than a fifth of the responses short: raise it":
+                "three iterations without a success, and there is nothing to learn from: look into "
+                "transcripts/; tools/imitate.py, a larger --model or --horizon may help"),
+            "max_new": (
                 metrics["cut"] > 0.2,
-            f"a return is outside +-R_max, {c.r_max:g}, which V cannot be: raise --r_max, or let "
-            "the environment's step() pay less": metrics["return_max"] > 1.0001 * c.r_max}
-        for text in [text for text, holds in found.items() if holds and text not in self.said]:
-            say(f"Careful: {text}")
-            self.said.add(text)
+                f"--max_new {c.max_new} cuts more than a fifth of the responses short: raise it"),
+            "r_max": (
+                metrics["return_max"] > 1.0001 * c.r_max,
+                f"a return is outside +-R_max, {c.r_max:g}, which V cannot be: raise --r_max, or "
+                "let the environment's step() pay less"),
+            "max_prompt": (
+                bool(unplayed),
+                f"the first prompt of game {unplayed[:1]} has more than {self.sampler.limit} "
+                "tokens; such episodes count as lost. Raise --max_prompt, which --resume accepts, "
+                "or lower --max_new")}
+        for what, (holds, text) in found.items():
+            if holds and what not in self.said:
+                say(f"Careful: {text}")
+                self.said.add(what)
 
 
-def episode_numbers(turns, lm, categories):
-    """What all ranks' turns say of an iteration's episodes, under the names of `Run.log`."""
+def episode_numbers(turns, lm, categories, episodes):
+    """What all ranks' turns say of an iteration's episodes, under the names of `Run.log`. Of the
+    `episodes`, those whose first prompt did not fit have no turn, and are lost."""
     names = "won score truncated outgrown category done invalid admissible".split()
     rows = from_ranks([{name: getattr(turn, name) for name in names}
                        | {"cut": not lm.stopped(turn.action_ids)} for turn in turns])
     ends = [row for row in rows if row["done"]]
+    ends += [{"won": False, "score": 0.0, "truncated": True, "outgrown": True, "category": None}
+             ] * (episodes - len(ends))
     won = {name: [row["won"] for row in ends if row["category"] == category]
            for category, name in categories.items()}
     shares = {name: mean([row[name] for row in ends]) for name in names[:4]}
@@ -660,11 +683,19 @@ def evaluate_and_keep(lm, pool, config):
     return success
 
 
-def load_start(config, pool):
-    """-> the model a run starts from. ValueError where its readouts in a game are saturated."""
-    pool.start(0, envs.tasks(config.env, "train", **envs.options_for(vars(config)))[0])
-    first, = pool.gather([0])  # what is wrong with an environment is known before a model is loaded
+def first_game(config, pool):
+    """-> (obs, info) of the first training game, and a mark by which one set of games differs from
+    another."""
+    ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
+    pool.start(0, ids[0])
+    first, = pool.gather([0])
     pool.drop(0)
+    return first, hashlib.sha256(json.dumps([ids, first[0]]).encode()).hexdigest()[:16]
+
+
+def load_start(config, pool, first):
+    """-> the model a run starts from. ValueError where its readouts are saturated in `first`, (obs,
+    info) of a game."""
     say(f"loading {config.model}; {config.out} is written")
     prompt = pool.env.episode(*first).window_prompt()
     with progress(f"loading {config.model}"):
@@ -699,10 +730,13 @@ def run(config):
           contextlib.closing(envs.Pool(config.env, envs.options_for(vars(config)),
                                        envs.default_workers(config.env))) as pool):
         checkpoint = runs.newest_checkpoint(out)
-        lm = load_start(config, pool)
+        if config.wandb and rank() == 0:
+            runs.begin_wandb(config)  # it may not answer, which is known before anything is loaded
+        first, games = first_game(config, pool)
+        lm = load_start(config, pool, first)
         learner = LEARNERS[config.algo](lm, config)  # allocates all that training keeps
         if rank() == 0:
-            runs.begin_folder(out, vars(config), checkpoint)
+            runs.begin_folder(out, vars(config) | {"games": games}, checkpoint)
         before = from_rank_0(runs.read_json(f"{out}/before.json"))
         if not before:
             before = evaluation.of_run(lm, pool, config)

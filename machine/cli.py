@@ -109,6 +109,8 @@ def in_one_line(error):
 def one_line_errors(script, *known):
     """An error that the user can mend ends the script with one line, or a traceback where DEBUG is
     set. known: such errors beside the usual ones. SIGTERM does what Ctrl-C does."""
+    if hasattr(sys.stdout, "reconfigure"):  # no run ends for a letter that the screen lacks
+        sys.stdout.reconfigure(errors="replace")
     transformers.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty() or rank() > 0:
         transformers.utils.logging.disable_progress_bar()

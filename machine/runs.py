@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pickle
 import re
 import resource
 import secrets
@@ -31,6 +32,7 @@ import transformers
 from machine.ranks import barrier, from_rank_0, from_ranks, rank, say, world
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BEFORE_A_START = {".lock", "config.json.new", "wandb", "wandb-id"}  # a failed start may leave them
 
 
 def read_json(path):
@@ -98,7 +100,7 @@ def held(out, resume):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 refused = [f"another process writes to {out}: wait for it, or give another --out"]
-            if not refused and not resume and {*os.listdir(out)} - {".lock", "config.json.new"}:
+            if not refused and not resume and {*os.listdir(out)} - BEFORE_A_START:
                 refused = [f"{out} is taken: go on with what is there by --resume, or give "
                            "another --out"]
         if why := from_ranks(refused):
@@ -142,7 +144,10 @@ def begin_folder(out, settings, checkpoint=None):
                          "another --out")
     if checkpoint:
         say(f"{out}: goes on after {iterations_in(checkpoint)} iterations")
-        commits = [*settings_of(out)["git"].split(", "), made_with["git"]]
+        before = settings_of(out)
+        if before.get("games", settings.get("games")) != settings.get("games"):
+            say(f"Careful: these are other games than those that {out} was begun with")
+        commits = [*before["git"].split(", "), made_with["git"]]
         made_with["git"] = ", ".join(dict.fromkeys(commits))  # all that had a part in the run
         shutil.rmtree(f"{out}/final", ignore_errors=True)
         for path in Path(out).glob("eval*"):
@@ -163,11 +168,19 @@ def versions():
 
 
 def begin_wandb(config):
-    """A run of Weights & Biases in the project --wandb; a resumed run goes on under its id."""
+    """A run of Weights & Biases in the project --wandb, once in a process; a resumed run goes on
+    under its id. ValueError: the service cannot be used."""
     import wandb
+    if getattr(wandb, "run", None):
+        return wandb.run
     path = Path(config.out, "wandb-id")
-    run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
-                     resume="allow", dir=config.out, name=path.parent.name, config=vars(config))
+    try:
+        run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
+                         resume="allow", dir=config.out, name=path.parent.name, config=vars(config))
+    except Exception as error:  # it has many of its own
+        raise ValueError(f"--wandb {config.wandb}: {' '.join(str(error).split())[:200]} Log in by "
+                         "`wandb login`, or set WANDB_MODE=offline to keep the numbers here"
+                         ) from None
     write_file(path, run.id)
     return run
 
@@ -193,6 +206,15 @@ def save_checkpoint(out, done, fill):
         for older in Path(out).glob("checkpoint-*"):
             if older.name != f"checkpoint-{done}":
                 shutil.rmtree(older, ignore_errors=True)
+
+
+def read_tensors(path):
+    """What torch.save wrote. ValueError names a file that is damaged, OSError one that is missing.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True)
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
 # ---------------------------------------------------------------------------- seconds and memory

@@ -271,7 +271,9 @@ def samples_of(lm, turns, context, config):
         start = len(ids)
         action = turn.label if context == "window" else turn.executed
         text = f"<think> {turn.thought} </think> <action> {action} </action>"
-        ids += lm.tokenizer(text, add_special_tokens=False).input_ids + [end]
+        said = lm.chat.response_prefix  # by the template
+        text = text[text.find("<action>") if "</think>" in said else 7 * ("<think>" in said):]
+        ids += lm.chat.encode(text) + [end]
         if action == turn.label:
             spans.append((start, len(ids)))
     return [(ids, spans) for ids, spans in samples if spans]

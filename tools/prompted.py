@@ -65,9 +65,10 @@ def react(turns, episode, lessons, template=REACT):
 
 
 def thought_of(text):
-    """What stands between the think tags, or before the action."""
+    """What stands between the think tags, or before the end of a thought that the template has
+    begun, or before the action."""
     found = (re.search("<think>(.*?)</think>", text, re.I | re.S)
-             or re.match("(.*?)<action>", text, re.I | re.S))
+             or re.match("(.*?)(?:</think>|<action>)", text, re.I | re.S))
     return " ".join(found[1].split()) if found else ""
 
 
@@ -92,7 +93,7 @@ class Endpoint:
 
     context = "window"
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
-        prompt=lambda text, before=(): list(text)))
+        response_prefix="", prompt=lambda text, before=(): list(text)))
 
     def __init__(self, args):
         self.url, self.max_new = args.endpoint, args.max_new

@@ -251,7 +251,8 @@ def test_broken_and_missing_files_are_named(tmp_path):
     whole = file.read_text()
     for chunk in (1, 7, 1 << 22):
         assert list(webshop.json_items(str(file), chunk)) == [DRESS, SHIRT, *GADGETS]
-    for broken, says in ((whole[:-30], "ends too early"), ("[{}]", "is not WebShop's")):
+    for broken, says in ((whole[:-30], "ends too early"), ("[{}]", "is not WebShop's"),
+                         (whole.replace("$", "$x $", 1), "product B")):
         file.write_text(broken)
         with pytest.raises(ValueError, match=says):
             Shop(data)

@@ -148,7 +148,10 @@ def read_products(files):
         asin = item["asin"]
         if len(asin) <= 10 and asin not in seen:
             seen.add(asin)
-            yield make_product(item, about.get(asin, {}), human.get(asin, []), nouns.get(asin))
+            try:
+                yield make_product(item, about.get(asin, {}), human.get(asin, []), nouns.get(asin))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"product {asin}: {error!r}") from error
 
 
 def make_product(item, about, human, nouns):
