@@ -529,18 +529,32 @@ OPTIONS = "data", "places", "objects"  # flags that some environments alone know
 
 def known(name):
     """The class of an environment, with what holds for all of its games: one of ENVS, or your own
-    as MODULE:CLASS, looked for in the working directory as well."""
-    if name in ENVS:
-        return ENVS[name]
-    sys.path += [os.getcwd()] * (os.getcwd() not in sys.path)
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, and your own as "
-                         f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
+    as MODULE:CLASS, looked for in the working directory as well, or a class itself."""
+    found = name if isinstance(name, type) else ENVS.get(name)
+    if not found:
+        added = [os.getcwd()] * (os.getcwd() not in sys.path)
+        sys.path += added
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, and your own as "
+                             f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
+        finally:
+            for folder in added:
+                sys.path.remove(folder)
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment inherits envs.Env")
     return found
+
+
+def name_of(env):
+    """A name by which another process finds an environment. ValueError: there is none."""
+    if isinstance(env, type):
+        env = f"{env.__module__}:{env.__qualname__}"
+    if env.startswith("__main__:") or "<locals>" in env:
+        raise ValueError(f"no other process can import {env}: put the class into a module, or play "
+                         "its games in this process, with workers=0")
+    return env
 
 
 def make_env(name, **options):
@@ -698,7 +712,8 @@ class OpenGame:
 
 
 class Pool:
-    """Games played side by side in `workers` processes (0: in this one), under the caller's keys.
+    """Games of an environment, a name or a class, played side by side in `workers` processes (0: in
+    this one), under the caller's keys.
 
         pool.load(tasks)            loads games in the background, while the model is busy
         pool.start(key, task); pool.step(key, action)
@@ -712,8 +727,9 @@ class Pool:
     say_after = 60  # seconds without an answer after which a line names the games
 
     def __init__(self, name, options=None, workers=0):
-        self.name, self.options, self.env = name, options or {}, known(name)
+        self.options, self.env = options or {}, known(name)
         self.local = None if workers else Games(name, self.options)
+        self.name = name_of(name) if workers else getattr(name, "__name__", name)
         # By worker: process, pipe, how often it was lost since its last answer.
         self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
         self.games = {}  # by key
@@ -816,7 +832,8 @@ class Pool:
         own session Ctrl-C does not reach it, as the caller may need it in order to finish."""
         self.conns[w], theirs = Pipe()
         here, fd = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
-        code = f"import sys; sys.path.insert(0, {here!r}); import envs; envs.worker_main({fd})"
+        path = [here, *sys.path]  # the environment may lie anywhere
+        code = f"import sys; sys.path[:] = {path!r}; import envs; envs.worker_main({fd})"
         command = [sys.executable, "-Wignore:webshop", "-c", code]  # the shop has warned here
         self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                          stdin=subprocess.DEVNULL)
@@ -868,6 +885,7 @@ def main():
     parser.add_argument("--data", help="the folder of alfworld's json_2.1.1, or of webshop's files")
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")
+    sys.path.append(os.getcwd())
     try:
         play_by_hand(make_env(args.env, **options_for(vars(args))))
     except (ValueError, OSError, ImportError) as error:

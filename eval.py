@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import envs
-from machine.cli import Parser, one_line_errors, options_of, progress
+from machine.cli import Parser, choose_threads, one_line_errors, options_of, progress
 from machine.ranks import from_ranks, join_ranks, mean, rank, say, world
 from machine.runs import read_json, read_log, settings_of, write_file
 from model import load
@@ -500,6 +500,7 @@ def evaluate(args, sampler_of, attempt=attempt, kind=""):
 def local(args):
     """The model of --model as a Sampler."""
     lm = load(args.weights, env=args.env, dtype=getattr(torch, args.dtype))
+    choose_threads(lm.model)
     return sampler_for(lm, args, args.temperature)
 
 

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import functools
 import json
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 import transformers  # it loads what is used when it is used: a misspelt flag does not wait for it
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import sdpa_mask
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -131,21 +131,25 @@ def choose(logits, u, value_ids, temperature):
 
 def attend(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
     """Attention for transformers' decoders: query (R, H, T, E), key and value (R, H', S, E) with H'
-    dividing H, a mask (R, 1, T, S) to add, or None for causal -> (R, T, H, E), None. K and V are
-    never repeated for the G = H / H' heads that share them."""
+    dividing H, a mask (R, 1, T, S) to add, or of the keys to see, or for causal attention none or
+    an empty one, as in ActorCritic.causal -> (R, T, H, E), None. K and V are never repeated for the
+    G = H / H' heads that share them."""
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name}")
     mask, sdpa = attention_mask, F.scaled_dot_product_attention
+    ours = mask is not None and mask.numel() == 0
+    causal = ours or mask is None and query.shape[2] > 1  # one query behind a cache sees all of it
+    mask = None if ours else mask
     grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E
     if mask is None and not (query.is_cuda and query.dtype == torch.float32):
         shared = {"enable_gqa": True} if groups > 1 else {}  # compiled, groups > 1 is no bool
-        out = sdpa(query, key, value, is_causal=True, scale=scaling, **shared)
+        out = sdpa(query, key, value, is_causal=causal, scale=scaling, **shared)
     elif mask is not None and query.shape[2] == 1:  # heads that share K and V become queries
         out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
         out = out.flatten(1, 2)[:, :, None]
     else:  # one head of each group after the other: no mask is repeated, and GPUs' float32 is fast
-        out = [sdpa(q, key, value, mask, 0, mask is None, scale=scaling) for q in grouped.unbind(2)]
+        out = [sdpa(q, key, value, mask, 0, causal, scale=scaling) for q in grouped.unbind(2)]
         out = torch.stack(out, 2).flatten(1, 2)
     return out.transpose(1, 2), None
 
@@ -209,11 +213,11 @@ class Scores(NamedTuple):
 @dataclass
 class ActorCritic:
     """A causal LM and how it is read: value_ids = (w+, w-), stop_ids end a response, tau_v, r_max
-    of Eq. 1 and 2. The model gets an attention without attention_mask, so pad on the right."""
+    of Eq. 1 and 2. The model gets an attention of ours, and can be used otherwise as before."""
 
     model: torch.nn.Module
     tokenizer: object
-    chat: "Chat"
+    chat: "Chat"  # or None, where text is no concern
     value_ids: tuple
     stop_ids: tuple
     tau_v: float = 1.0
@@ -222,11 +226,9 @@ class ActorCritic:
 
     def __post_init__(self):
         if all_full(self.model.base_model):
-            # transformers has no mask function of this name: it builds no mask, and asks no GPU
-            # whether positions are consecutive. Padding on the left, in `generate`, needs "sdpa"
             transformers.AttentionInterface.register("grouped", attend)
+            transformers.AttentionMaskInterface.register("grouped", sdpa_mask)
             self.model.set_attn_implementation("grouped")
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.fastest = {}  # (context, compile): how a Sampler computes, once that has been checked
@@ -239,12 +241,21 @@ class ActorCritic:
             from machine.fast import compiled, compiled_layers
             self.trunk, self.token_scores = compiled_layers(self.trunk), compiled(token_scores)
 
+    def causal(self, ids):
+        """What our own passes give with ids (R, T): an empty mask, with which transformers builds
+        none, and does not wait for a GPU to see whether there is padding. Other passes, such as
+        `generate`, get the mask that they need."""
+        if self.model.config._attn_implementation != "grouped":
+            return {}
+        return {"attention_mask": torch.empty(1, 1, 0, 0, device=ids.device),
+                "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
+
     def body(self, ids):
         """(B, T) ids, padded on the right -> hidden states (B, T, D), or of a few more rows and
         positions: what is compiled is not compiled again for one row or for every width."""
         if self.compile:
             ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, len(ids) == 1))
-        return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        return self.trunk(input_ids=ids, use_cache=False, **self.causal(ids)).last_hidden_state
 
     def readout(self, hidden):
         """(..., D) -> p in [-1, 1], (...): a product with two rows of the head, in float32, because
@@ -285,11 +296,36 @@ class ActorCritic:
                                      clean_up_tokenization_spaces=False)
 
     def save(self, folder):
-        """Writes a Hugging Face folder, and beside its files sapo.json."""
+        """Writes a Hugging Face folder, and beside its files sapo.json. Tools that know nothing of
+        us read it rightly: `generate` never says w+ or w-, and settings stand there under the names
+        of transformers 4 too, which vLLM and llama.cpp may still use."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max}
         Path(folder, "sapo.json").write_text(json.dumps(ours))
+        silent = {*(self.model.generation_config.suppress_tokens or ()), *self.value_ids}
+        with amended(f"{folder}/generation_config.json") as config:
+            config["suppress_tokens"] = sorted(silent)
+        with amended(f"{folder}/config.json") as config:
+            rope = config.get("rope_parameters") or {}
+            if "rope_theta" in rope:
+                scaled = rope.get("rope_type", "default") != "default"
+                config["rope_theta"], config["rope_scaling"] = rope["rope_theta"], (
+                    {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None)
+        with amended(f"{folder}/tokenizer_config.json") as config:
+            if config["tokenizer_class"] == "TokenizersBackend":
+                config["tokenizer_class"] = "PreTrainedTokenizerFast"
+                config["model_input_names"] = ["input_ids", "attention_mask"]
+            if isinstance(config.get("extra_special_tokens"), list):
+                config["additional_special_tokens"] = config.pop("extra_special_tokens")
+
+
+@contextlib.contextmanager
+def amended(path):
+    """-> the JSON object in a file, which is written again when its entries have been changed."""
+    content = json.loads(Path(path).read_text())
+    yield content
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
 class Chat:
@@ -383,9 +419,6 @@ class Critic(torch.nn.Module):
 
 # --------------------------------------------------------------------------------------- loading
 
-# Parameters from which on more threads pay on a CPU. Two, at 0.3 M and 10 M: a forward and backward
-# pass takes 0.65 and 0.51 of one thread's time; beside a busy process, 4.8 and 2.2 times of it.
-THREADS_PAY = 10 ** 7
 RESULTS = Path(__file__).resolve().parent / "results"
 OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",
           "Mistral": "mistralai"}
@@ -399,18 +432,32 @@ def folder_of(name, env=None):
 
 
 def locate(name, env=None):
-    """-> the folder or hub id that a name means: one of `folder_of`, Qwen2.5-1.5B or OWNER/NAME. A
-    hub that does not answer is not asked again, which would take half a minute for each file."""
+    """-> the folder or hub id that a name means: one of `folder_of`, Qwen2.5-1.5B or OWNER/NAME."""
     if folder_of(name, env).is_dir():
         return str(folder_of(name, env))
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
+    owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
+    return f"{owner}/{name}" if owner and "/" not in name else name
+
+
+@functools.cache
+def hub_answers():
+    """A hub that does not answer is not asked again, which would take half a minute a file."""
     try:
         hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=5)
     except Exception:  # whatever the network does
-        hub.constants.HF_HUB_OFFLINE = True
-    owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
-    return f"{owner}/{name}" if owner and "/" not in name else name
+        return False
+    return True
+
+
+def file_in(where, name):
+    """-> the path of a file in a folder or a hub id, or None if it has none of this name."""
+    if Path(where).is_dir():
+        return Path(where, name) if Path(where, name).is_file() else None
+    return transformers.utils.cached_file(
+        where, name, local_files_only=not hub_answers(), _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
 
 
 def is_tiny(name):
@@ -427,19 +474,16 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
     with, else 1 and 10. ValueError: what is wrong, such as no room for a prompt and a response of
     max_new tokens, which is known before the weights are read."""
     where = locate(name, env)
+    options = {} if Path(where).is_dir() or hub_answers() else {"local_files_only": True}
     try:
-        adapter = transformers.utils.cached_file(where, "adapter_config.json",
-                                                 _raise_exceptions_for_missing_entries=False)
-        if adapter:
+        if file_in(where, "adapter_config.json"):
             raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
                              "into its model first (peft: merge_and_unload, save_pretrained)")
-        path = transformers.utils.cached_file(where, "sapo.json",
-                                              _raise_exceptions_for_missing_entries=False)
-        ours = json.loads(Path(path).read_text()) if path else {}
-        # AutoTokenizer would replace the tiny model's by that of its architecture, Qwen2
-        kind = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
-        tokenizer = kind.from_pretrained(where)
-        config = transformers.AutoConfig.from_pretrained(where)
+        # AutoTokenizer would not read tokenizer.json where the model is a Qwen2, as tiny ones were
+        kind = (transformers.PreTrainedTokenizerFast if file_in(where, "sapo.json")
+                else transformers.AutoTokenizer)
+        tokenizer = kind.from_pretrained(where, **options)
+        config = transformers.AutoConfig.from_pretrained(where, **options)
         length = getattr(config.get_text_config(), "max_position_embeddings", None)
         needed = len(tokenizer(prompt).input_ids) + max_new
         if length and needed > length:
@@ -447,7 +491,7 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
                              f"{needed} tokens or more, and it has {length}")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             where, config=config, dtype=dtype, attn_implementation="sdpa",
-            output_loading_info=True)
+            output_loading_info=True, **options)
     except Exception as error:  # safetensors, tokenizers and the hub have errors of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if folder_of(name).is_dir() else f"{name}, which is no folder here"
@@ -455,21 +499,27 @@ def load(name, *, env=None, value_tokens=None, tau_v=None, r_max=None, device=No
     if lost := sorted(report["missing_keys"]):  # they would be trained on as random numbers
         raise ValueError(f"the weights of {name} lack {len(lost)} tensors, such as {lost[0]}")
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return actor_critic(model, tokenizer, value_tokens, ours.get("value_ids"),
-                        tau_v or ours.get("tau_v", 1.0), r_max or ours.get("r_max", 10.0))
+    lm = actor_critic(model, tokenizer, value_tokens, tau_v=tau_v, r_max=r_max)
+    if not lm.chat:
+        raise ValueError(f"{name} has no chat template: choose an instruct model")
+    return lm
 
 
-def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0, r_max=10.0):
-    """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else two that no
-    text uses; where they are new, their rows start at 0. ValueError: a model cannot be served."""
-    if "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < THREADS_PAY:
-        torch.set_num_threads(1)
+def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=None, r_max=None):
+    """-> ActorCritic whose w+ and w- are the two `value_tokens`, else `value_ids`, else those that
+    sapo.json names beside the model's files, as it does tau_v and r_max, else two that no text
+    uses. Where they are new, their rows in the model become 0. ValueError: it cannot be served."""
+    model = getattr(model, "_orig_mod", model).eval()  # torch.compile's has other forward passes
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: its body has no name")
-    chat = Chat(tokenizer)
-    check_tokenizer(model, chat)
+    path = model.name_or_path and file_in(model.name_or_path, "sapo.json")
+    ours = json.loads(Path(path).read_text()) if path else {}
+    value_ids = value_ids or ours.get("value_ids")
+    chat = Chat(tokenizer) if tokenizer.chat_template else None  # without one, only to score
+    if chat:
+        check_tokenizer(model, chat)
     without_dropout(model)
-    head = model.eval().get_output_embeddings()
+    head = model.get_output_embeddings()
     stop_ids = stop_ids_of(model, tokenizer, chat)
     if value_tokens or not value_ids:
         trained, value_ids = value_ids, reserve_value_ids(
@@ -477,17 +527,20 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v=1.0,
         if value_ids != tuple(trained or ()):  # V = Q = 0, and 16 bits hold small steps near 0
             for p in head.parameters():
                 p.data[[*value_ids]] = 0
-    chat.keep_out({*value_ids, *stop_ids})
-    lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids, tau_v, r_max)
+    if chat:
+        chat.keep_out({*value_ids, *stop_ids})
+    lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,
+                     tau_v or ours.get("tau_v", 1.0), r_max or ours.get("r_max", 10.0))
     check_head(lm)
     return lm
 
 
 def stop_ids_of(model, tokenizer, chat):
     """The tokens that end a response: the model's own, and the end of a turn in a conversation."""
-    own, end_of_turn = model.generation_config.eos_token_id, chat.prompt("-", [None])[0]
+    own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
-    stops |= {end_of_turn} & tokenizer.added_tokens_decoder.keys()
+    if chat:
+        stops |= {chat.prompt("-", [None])[0]} & tokenizer.added_tokens_decoder.keys()
     return tuple(sorted(stops - {None}))
 
 
@@ -498,8 +551,10 @@ def reserve_value_ids(tokenizer, rows, taken, named=None):
     words, special = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
     roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     used = {i for i, token in special.items()
-            if token.content in tokenizer.chat_template or token.content in roles} | {*taken}
+            if token.content in (tokenizer.chat_template or "") or token.content in roles} | {
+                *taken}
     if named:
+        named = [str(n) for n in named]
         ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in named)
         if ids[0] == ids[1] or not all(0 <= i < rows and i not in used for i in ids):
             raise ValueError(f"--value_tokens {' '.join(named)}: not two tokens, or rows of the "
@@ -569,12 +624,12 @@ def check_head(lm):
         lambda module, inputs, output: seen.update(body=output.last_hidden_state)),
         lm.head.register_forward_hook(
             lambda module, inputs, output: seen.update(before=inputs[0], after=output))]
-    ids = torch.tensor([lm.chat.prompt("hello")], device=lm.device)
-    logits = lm.model(input_ids=ids, use_cache=False).logits
+    ids = torch.arange(8, device=lm.device)[None]
+    logits = lm.model.forward(input_ids=ids, use_cache=False).logits  # by no Module.compile()
     for hook in hooks:
         hook.remove()
     if "body" not in seen:  # OPT calls a part of its body
-        seen["body"] = lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        seen["body"] = lm.body(ids)
     if not (torch.equal(seen["body"], seen["before"])
             and torch.equal(logits.float(), seen["after"].float())):
         raise ValueError(f"{type(lm.model).__name__} is not supported: it does something to its "

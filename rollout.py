@@ -135,12 +135,37 @@ class Sampler:
         """How many sequences have not got their responses yet."""
         return len(self.added) + self.open
 
-    def add(self, name, sequence, u):
-        """Queues a list of ids under a name (not None) that is not busy; u: max_new uniforms."""
-        if not 0 < len(sequence) <= self.limit or len(u) != self.max_new:
-            raise ValueError(f"a sequence of {len(sequence)} tokens and {len(u)} uniforms, where 1 "
-                             f"to {self.limit} and {self.max_new} are due")
+    def add(self, name, sequence, u=None):
+        """Queues a list of ids under a name that is not busy; u: max_new uniforms, of which greedy
+        decoding needs none. ValueError: what is wrong."""
+        if name is None or name in self.waiting:
+            raise ValueError(f"the name {name!r} is " + (
+                "no name" if name is None else "of a sequence that has no response yet"))
+        if isinstance(sequence, str) or not all(isinstance(i, int) for i in sequence):
+            raise ValueError("a sequence is a list of ids (int), which lm.chat.prompt(text) makes")
+        if not 0 < len(sequence) <= self.limit:
+            raise ValueError(f"a sequence of {len(sequence)} tokens, where 1 to {self.limit} fit")
+        if not 0 <= min(sequence) <= max(sequence) < len(self.is_stop):
+            raise ValueError(f"ids from {min(sequence)} to {max(sequence)}, where the model has "
+                             f"those from 0 to {len(self.is_stop) - 1}")
+        past = self.past.get(name, [])
+        if sequence[:len(past)] != past or len(sequence) == len(past):
+            raise ValueError(f"{name!r} has a conversation of {len(past)} tokens, and the sequence "
+                             "does not go on with it: drop(name) forgets it")
+        if u is None and self.temperature == 0:
+            u = [0.0] * self.max_new
+        if u is None or len(u) != self.max_new:
+            raise ValueError(f"{self.max_new} uniform numbers are due, one for each token of a "
+                             "response; generate(prompts, seed) makes them")
+        self.waiting[name] = sequence
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
+
+    def generate(self, prompts, seed=0):
+        """The common case: prompts, each a user's message or a list of ids -> a Response each."""
+        ids = [self.lm.chat.prompt(p) if isinstance(p, str) else [*p] for p in prompts]
+        u = [uniforms((seed,), n, 0, self.max_new) for n in range(len(ids))]
+        self.forget()
+        return self(range(len(ids)), ids, u)
 
     @torch.no_grad()
     def run(self, steps=None):
@@ -148,11 +173,18 @@ class Sampler:
         if not self.busy:
             return []
         ended = generate(self) if self.engine == "hf" else self.kv(steps or self.max_new)
-        self.tokens_sampled += sum(len(response.ids) for _, response in ended)
+        for name, response in ended:
+            self.tokens_sampled += len(response.ids)
+            sequence = self.waiting.pop(name, [])
+            if self.context == "full" and self.engine == "kv":
+                self.past[name] = sequence + response.ids
         return ended
 
     def __call__(self, names, sequences, u):
         """A whole batch -> a Response each."""
+        if not len(names) == len(sequences) == len(u):
+            raise ValueError(f"{len(names)} names, {len(sequences)} sequences and {len(u)} rows of "
+                             "uniform numbers")
         for row in zip(names, sequences, u):
             self.add(*row)
         responses = {}
@@ -163,6 +195,8 @@ class Sampler:
     def forget(self):
         """Forgets all sequences, as is due when weights change. The rows keep their memory."""
         self.added = []
+        self.waiting = {}  # name: its sequence, until it has a response
+        self.past = {}  # name: the conversation whose cache is kept
         self.open = 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = {}  # name: tokens in its row's cache; an upper bound while it is decoded
@@ -170,6 +204,7 @@ class Sampler:
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
+        self.past.pop(name, None)
         if name in self.names[self.open:]:
             self.names[self.names.index(name)] = None
 
@@ -272,7 +307,7 @@ class Sampler:
         """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
         no copy -> hidden states (R, T, D). A token sees its own row up to itself; with span 0 the
         row is new, and else it is read up to position span."""
-        cache, mask = self.rows, None
+        cache = self.rows
         index = torch.arange(len(ids), device=at.device) if rows is None else rows
         for layer in cache.layers:
             layer.write, layer.span, layer.read = (index[:, None], at), span, rows
@@ -280,6 +315,8 @@ class Sampler:
             unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=cache.hidden.dtype, device=at.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
+        else:
+            mask = self.lm.causal(ids).get("attention_mask")
         real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may have any place
         return self.body(input_ids=ids, position_ids=real, attention_mask=mask, use_cache=True,
                          **{self.cache_name: cache}).last_hidden_state
@@ -443,6 +480,11 @@ CHECK_PROMPTS = (  # of several lengths
 CHECK_STEPS = 20  # tokens of each response
 
 
+def check_prompt(lm, text, before=()):
+    """-> ids. A model without a chat template reads the text alone."""
+    return lm.chat.prompt(text, before) if lm.chat else lm.tokenizer(text).input_ids
+
+
 @torch.no_grad()
 def check_against_reference(sampler):
     """Has ordinary prompts answered, in "full" twice in each conversation, and compares log-probs,
@@ -452,7 +494,7 @@ def check_against_reference(sampler):
     stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
     steps = min(CHECK_STEPS, sampler.max_new)
     room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes some more steps
-    longest = max(len(lm.chat.prompt(text)[:room]) for text in CHECK_PROMPTS)
+    longest = max(len(check_prompt(lm, text)[:room]) for text in CHECK_PROMPTS)
     sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans of responses, (Response, its u)
     rng = np.random.default_rng(0)
     sampler.forget()
@@ -464,7 +506,7 @@ def check_against_reference(sampler):
         lm.head.weight[lm.value_index] = readout_rows(lm)
         for _ in range(rounds):
             for name, (ids, *_) in enumerate(sequences):
-                ids += lm.chat.prompt(CHECK_PROMPTS[name], ids)[:room]
+                ids += check_prompt(lm, CHECK_PROMPTS[name], ids)[:room]
                 u = rng.random(sampler.max_new, dtype=np.float32)
                 sequences[name][2].append(u)
                 sampler.added.append((name, [*ids], u))
@@ -493,8 +535,8 @@ def check_against_reference(sampler):
 def readout_rows(lm):
     """Random head rows for w+ and w-, (2, D), by which V and Q are about 0.3 R_max. By those of a
     new model, which are 0, V and Q would be right whatever hidden state they were read from."""
-    ids = torch.tensor([lm.chat.prompt(CHECK_PROMPTS[0])], device=lm.device)
-    hidden = lm.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+    ids = torch.tensor([check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
+    hidden = lm.body(ids).float()
     rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
     return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
 
@@ -516,7 +558,8 @@ def readings(sampler, sequences):
     token = batch.ids[batch.token_row, batch.token_col]
 
     def hidden_states():
-        return lm.model.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state
+        return lm.model.base_model(input_ids=batch.ids, use_cache=False,
+                                   **lm.causal(batch.ids)).last_hidden_state
 
     def distribution(hidden, some):
         """Tokens' numbers (m,) -> their log-probs (m, W), and the ends of the intervals (m, W)."""

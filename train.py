@@ -16,6 +16,7 @@ import gc
 import hashlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ import torch
 import envs
 import eval as evaluation
 from machine import runs
-from machine.cli import flags_of, one_line_errors, out_of_memory, progress
+from machine.cli import choose_threads, flags_of, one_line_errors, out_of_memory, progress
 from machine.ranks import (AdamW, Stopped, barrier, everyone, from_rank_0, from_ranks, join_ranks,
                            mean, rank, say, stop, sum_over_ranks, world)
 from model import (Batch, Critic, Scores, compiled_scoring, is_tiny, load, make_batch,
@@ -37,7 +38,7 @@ from sapo import (actor_loss, discounted_returns, empg_advantages, episode_retur
 
 
 def train(learner, pool, config, checkpoint=None):
-    """Algorithm 1, from `checkpoint` on, if any."""
+    """Algorithm 1, from `checkpoint` on, if any. Without config.out it writes no file."""
     sampler = evaluation.sampler_for(learner.lm, config)
     with Run(sampler, learner, pool, config, checkpoint) as run:
         for iteration in run:  # it resumes, saves, and stops on a signal
@@ -385,11 +386,18 @@ class Run:
 
     def __init__(self, sampler, learner, pool, config, checkpoint=None):
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
+        lm = learner.lm
+        if (lm.tau_v, lm.r_max) != (config.tau_v, config.r_max):
+            raise ValueError(f"tau_v and r_max of the model are {lm.tau_v:g} and {lm.r_max:g}, of "
+                             f"the settings {config.tau_v:g} and {config.r_max:g}")
         self.ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
         self.done = self.saved = self.first = runs.iterations_in(checkpoint)
         self.signals = stop.on_signals()
         self.lost = 0  # iterations in a row
         self.said = set()  # warnings
+        self.lines = []  # of metrics.jsonl
+        if config.out and rank() == 0:
+            self.lines = runs.log_of(config.out, self.done)
         if checkpoint:
             learner.restore(checkpoint)
         self.wandb = runs.begin_wandb(config) if config.wandb and rank() == 0 else None
@@ -431,8 +439,8 @@ class Run:
             self.signals.__exit__(kind, error, trace)
 
     def save(self):
-        """A checkpoint of the last finished iteration, if there is none yet."""
-        if self.done > self.saved:
+        """A checkpoint of the last finished iteration, if there is none yet and a folder for it."""
+        if self.done > self.saved and self.config.out:
             runs.save_checkpoint(self.config.out, self.done, self.learner.save)
             self.saved = self.done
 
@@ -478,22 +486,26 @@ class Run:
         for key in ("tokens_encoded", "tokens_sampled"):
             metrics[key] = sum(from_ranks([getattr(sampler, key)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
-            metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config)
+            metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config,
+                                                    self.lines)
         self.warn(metrics, self.unplayed(iteration, turns))
         say(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
             f"{metrics['success']:.0%}, admissible {metrics['admissible_actions']:.0%}, V explains "
             f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
         if rank() > 0:
             return
-        with open(f"{config.out}/metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        self.lines.append(metrics)
         if self.wandb:
             self.wandb.log(metrics, step=iteration)
+        if not config.out:
+            return
+        with open(f"{config.out}/metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
         if iteration % 10 == 0 or iteration == config.iterations - 1:
             page = evaluation.episode_page(
                 f"{config.out}, iteration {iteration + 1}",
                 [turn for turn in turns if turn.traj == turns[0].traj],
-                runs.read_log(f"{config.out}/metrics.jsonl"), self.learner.lm.tokenizer.decode)
+                self.lines, self.learner.lm.tokenizer.decode)
             Path(config.out, "transcripts").mkdir(exist_ok=True)
             runs.write_file(f"{config.out}/transcripts/{iteration + 1:04d}.html", page)
 
@@ -560,7 +572,8 @@ ALGOS = ("sapo", "sapo-separate", "ppo", "grpo", "rloo", "gigpo", "gigpo-nostd",
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The paper's settings, else verl-agent's, else ours. A comment is its flag's --help."""
+    """The paper's settings, else verl-agent's, else ours. A comment is its flag's --help. What is
+    None and has a default by the environment or the machine gets it when a Config is made."""
 
     env: str = "house"  # house, alfworld, webshop, webshop-human (its human goals) or MODULE:CLASS
     model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name (Qwen2.5-1.5B), a folder
@@ -611,6 +624,11 @@ class Config:
     resume: bool = False  # go on with the run in --out; flags that are not given are the run's
     wandb: str = None  # a project of Weights & Biases to log to; needs pip install wandb
 
+    def __post_init__(self):
+        for name, value in defaults_for(self).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
 
 # What the shop and a tiny model need differently; the later beats the earlier, a flag beats both.
 PRESETS = {
@@ -625,11 +643,11 @@ MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wand
               "tokens_per_micro_batch", "checkpointing", "compile", "moments"}
 
 
-def parse_config(argv=None):
+def parse_config(argv=()):
     """Flags -> Config. A resumed run keeps its settings and refuses flags other than MAY_CHANGE."""
     given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
-    usual = vars(Config()) | defaults_for(asked)
+    usual = vars(Config()) | defaults_for(asked) | presets_for(asked)
     out = str(Path(asked.out or f"runs/{runs.name_of(given, usual, MAY_CHANGE)}"))
     if asked.resume and (Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}):
         stored = {k: v for k, v in runs.settings_of(out).items() if hasattr(asked, k)}
@@ -643,15 +661,20 @@ def parse_config(argv=None):
 
 
 def defaults_for(asked):
-    """What follows from some settings for others, and from the machine."""
+    """What follows for settings that are None from others, and from the machine."""
     env, gpu = envs.known(asked.env), torch.cuda.is_available()
-    out = {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
-           "eval_games": env.held_out[1], "max_prompt": env.max_prompt,
-           "group_size": 8 if LEARNERS[asked.algo] is Grouped else 1}
-    out |= PRESETS["webshop"] if asked.env.startswith("webshop") else {}
+    return {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
+            "eval_games": env.held_out[1],
+            "max_prompt": env.max_prompt if asked.context == "window" else None,
+            "group_size": 8 if LEARNERS[asked.algo] is Grouped else 1}
+
+
+def presets_for(asked):
+    """What a flag has for a default where the environment or the model is one of PRESETS."""
+    out = dict(PRESETS["webshop"]) if str(asked.env).startswith("webshop") else {}
     out |= PRESETS["tiny"] if is_tiny(asked.model) else {}
     out |= PRESETS["tiny in house"] if (asked.model, asked.env) == ("tiny", "house") else {}
-    return out if asked.context == "window" else out | {"max_prompt": None}
+    return out if asked.context == "window" else out | {"max_prompt": None}  # the model's
 
 
 def check(c):
@@ -672,12 +695,13 @@ def check(c):
 
 # -------------------------------------------------------------------------------------------- run
 
-def evaluate_and_keep(lm, pool, config):
-    """-> success on held-out games. What is better than all before is kept in RUN/best."""
+def evaluate_and_keep(lm, pool, config, lines):
+    """-> success on held-out games. What is better than in all `lines` of metrics.jsonl is kept in
+    RUN/best."""
     played = evaluation.of_run(lm, pool, config, {"": evaluation.TEMPERATURES[""]})
     success = evaluation.report(*played.values())["success"]
-    before = [line.get("held_out", -1) for line in runs.read_log(f"{config.out}/metrics.jsonl")]
-    if success > from_rank_0(max(before, default=-1)):
+    before = [line.get("held_out", -1) for line in lines]
+    if config.out and success > from_rank_0(max(before, default=-1)):
         runs.write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
         say(f"success {success:.1%} on held-out games, the best so far")
     return success
@@ -703,6 +727,7 @@ def load_start(config, pool, first):
                   value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
                   prompt=prompt, max_new=config.max_new)
     readout_at_start(lm, lm.chat.prompt(prompt))
+    choose_threads(lm.model)
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
     say(f"on {lm.device}{threads}, {world()} rank(s); w+ and w- are {lm.value_ids}")
     return fitted(lm, config)
@@ -854,7 +879,7 @@ LEARNERS = {"sapo": Learner, "sapo-separate": SeparateCritic, "ppo": PPO, "grpo"
 def main():
     with one_line_errors("train.py", envs.GameError):
         join_ranks()
-        run(parse_config())
+        run(parse_config(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -17,8 +18,9 @@ import torch.distributed as dist
 # ------------------------------------------------------------------------------------------ ranks
 
 def join_ranks():
-    """Configures the GPU's allocator. Under torchrun, this process becomes a rank, with a GPU of
-    its own where there are GPUs."""
+    """Configures what is shared by a process: a GPU's allocator and attention. Under torchrun, this
+    process becomes a rank, with a GPU of its own where there are GPUs."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, in seconds
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # most micro-batches have a shape of their own, which would fragment the memory
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -119,7 +121,10 @@ class Stop:
 
     @contextlib.contextmanager
     def on_signals(self):
-        """Within it, signals are handled as above."""
+        """Within it, signals are handled as above, if this is the thread that Python lets do so."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {kind: signal.signal(kind, self.note) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -133,6 +133,17 @@ def read_log(path):
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
+def log_of(out, done):
+    """-> the lines of RUN/metrics.jsonl, which are those of the iterations done. The folder is made
+    if there is none. ValueError: it has those of another run."""
+    os.makedirs(out, exist_ok=True)
+    path = Path(out, "metrics.jsonl")
+    lines = read_log(path) if path.exists() else []
+    if len(lines) != done:
+        raise ValueError(f"{path} has {len(lines)} iterations of another run: give another out")
+    return lines
+
+
 def begin_folder(out, settings, checkpoint=None):
     """Rank 0's part of a start: RUN/config.json, and of a run that is resumed the lines of
     metrics.jsonl that the checkpoint knows of. What was made at its end goes.

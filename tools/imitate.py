@@ -117,13 +117,15 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
 
 
 def random_tiny(seed=0, dtype=torch.float32, role=envs.HOUSEHOLD, words=None):
-    """-> ActorCritic of a randomly initialised Qwen2 of about 0.2 M parameters. Its embeddings are
-    untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start."""
+    """-> ActorCritic of a randomly initialised model of about 0.2 M parameters. Its embeddings are
+    untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start. It is Qwen2 by the
+    name of SeedOss, because to a Qwen2 transformers gives Qwen's own kind of tokenizer."""
     tokenizer = tiny_tokenizer(role, words)
-    config = transformers.Qwen2Config(
+    config = transformers.SeedOssConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
-        max_position_embeddings=16384, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
+        attention_bias=True, attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
+        max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -445,6 +447,7 @@ def main():
                              words_of(config, flags) if own else None)
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
+        cli.choose_threads(lm.model)
         lm = train.fitted(lm, config)
         workers = envs.default_workers(config.env)
         pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
