@@ -554,11 +554,11 @@ def reserve_value_ids(tokenizer, rows, taken, named=None):
             if token.content in (tokenizer.chat_template or "") or token.content in roles} | {
                 *taken}
     if named:
-        named = [str(n) for n in named]
-        ids = tuple(words.get(n, int(n) if n.isdigit() else -1) for n in named)
+        ids = tuple(n if isinstance(n, int) else words.get(n, int(n) if n.isdigit() else -1)
+                    for n in named)
         if ids[0] == ids[1] or not all(0 <= i < rows and i not in used for i in ids):
-            raise ValueError(f"--value_tokens {' '.join(named)}: not two tokens, or rows of the "
-                             f"head's {rows}, that neither end a response nor a message")
+            raise ValueError(f"--value_tokens {' '.join(map(str, named))}: not two tokens, or rows "
+                             f"of the head's {rows}, that neither end a response nor a message")
         return ids
     if rows - max(words.values()) > 2:
         return rows - 2, rows - 1

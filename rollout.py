@@ -113,7 +113,7 @@ class Sampler:
     """Draws responses of lm, a model.ActorCritic, to sequences of ids, each by its own uniforms u.
 
     In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
-    kept, and the next sequence under that name must begin with it and its response. max_new: tokens
+    kept, and the next sequence under that name begins with it and its response. max_new: tokens
     a response may have; limit: tokens a sequence may have, the smaller of max_prompt and what the
     model leaves beside a response. ValueError where kv cannot serve the model: its answers are
     compared with plain passes of the model, unless `check` is False because that has been done."""
@@ -138,7 +138,7 @@ class Sampler:
     def add(self, name, sequence, u=None):
         """Queues a list of ids under a name that is not busy; u: max_new uniforms, of which greedy
         decoding needs none. ValueError: what is wrong."""
-        if name is None or name in self.waiting:
+        if name is None or name in self.names[:self.open] or name in [n for n, *_ in self.added]:
             raise ValueError(f"the name {name!r} is " + (
                 "no name" if name is None else "of a sequence that has no response yet"))
         if isinstance(sequence, str) or not all(isinstance(i, int) for i in sequence):
@@ -148,16 +148,15 @@ class Sampler:
         if not 0 <= min(sequence) <= max(sequence) < len(self.is_stop):
             raise ValueError(f"ids from {min(sequence)} to {max(sequence)}, where the model has "
                              f"those from 0 to {len(self.is_stop) - 1}")
-        past = self.past.get(name, [])
-        if sequence[:len(past)] != past or len(sequence) == len(past):
-            raise ValueError(f"{name!r} has a conversation of {len(past)} tokens, and the sequence "
-                             "does not go on with it: drop(name) forgets it")
+        asked, answered = self.asked.get(name, []), self.answered.get(name, [])
+        if sequence[:len(asked)] != asked or 0 < len(asked + answered) >= len(sequence):
+            raise ValueError(f"{name!r} has a conversation of {len(asked + answered)} tokens, and "
+                             "the sequence does not go on with it: drop(name) forgets it")
         if u is None and self.temperature == 0:
             u = [0.0] * self.max_new
         if u is None or len(u) != self.max_new:
             raise ValueError(f"{self.max_new} uniform numbers are due, one for each token of a "
                              "response; generate(prompts, seed) makes them")
-        self.waiting[name] = sequence
         self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
 
     def generate(self, prompts, seed=0):
@@ -173,11 +172,7 @@ class Sampler:
         if not self.busy:
             return []
         ended = generate(self) if self.engine == "hf" else self.kv(steps or self.max_new)
-        for name, response in ended:
-            self.tokens_sampled += len(response.ids)
-            sequence = self.waiting.pop(name, [])
-            if self.context == "full" and self.engine == "kv":
-                self.past[name] = sequence + response.ids
+        self.tokens_sampled += sum(len(response.ids) for _, response in ended)
         return ended
 
     def __call__(self, names, sequences, u):
@@ -195,8 +190,7 @@ class Sampler:
     def forget(self):
         """Forgets all sequences, as is due when weights change. The rows keep their memory."""
         self.added = []
-        self.waiting = {}  # name: its sequence, until it has a response
-        self.past = {}  # name: the conversation whose cache is kept
+        self.asked, self.answered = {}, {}  # in "full", of each name what its row holds
         self.open = 0  # rows [0, open) are being decoded
         self.names = []  # the caller's key of each row, None where the row is free
         self.length = {}  # name: tokens in its row's cache; an upper bound while it is decoded
@@ -204,9 +198,9 @@ class Sampler:
 
     def drop(self, name):
         """Forgets a conversation that is over; one that is being answered stays."""
-        self.past.pop(name, None)
         if name in self.names[self.open:]:
             self.names[self.names.index(name)] = None
+            del self.asked[name], self.answered[name]
 
     # ---- the kv engine admits sequences, takes steps, hands out what has ended
     def kv(self, steps):
@@ -233,14 +227,22 @@ class Sampler:
         self.settle([*range(self.open), *(i for _, i, *_ in new)])
 
     def place(self, name, sequence, u):
-        """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u)."""
+        """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u). A
+        response that was changed afterwards, by encoding its text again, is new."""
         if name not in self.names:
             if None not in self.names:
                 self.names.append(None)
             self.names[self.names.index(None)] = name
             self.length[name] = 0
-        start = self.length[name]
+        answered = self.answered.get(name, [])
+        start = self.length[name] - len(answered)
+        for old, new in zip(answered, sequence[start:]):
+            if old != new:
+                break
+            start += 1
         self.length[name] = len(sequence)
+        if self.context == "full":
+            self.asked[name] = [*sequence]  # the caller's list may grow
         return sequence[start:], self.names.index(name), start, u
 
     def encode(self, chunk):
@@ -347,6 +349,8 @@ class Sampler:
             del keep[row]
             if self.context == "window":
                 self.names[row] = None
+            else:
+                self.answered[name] = responses[-1][1].ids
             for later, *_ in self.looks:  # they show this row too
                 later[later.index(name)] = None
         if responses:

@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections import Counter
@@ -1769,6 +1770,168 @@ def test_a_game_can_say_anything_but_control_tokens(name):
                           ("<think>a</think><action>look</action>", True),
                           ("<action>look</action>", "</think>" in begun)):
         assert parse_action(answer, 30, begun) == ("look", valid)
+
+
+# ---- in somebody else's hands
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrapped_model_serves_its_owner_as_before(dtype):
+    """`generate` with its cache, and padding on the left, with and without it."""
+    model = copy.deepcopy(random_model("qwen2", 1, dtype=dtype).model)
+    model.set_attn_implementation("sdpa")
+    ids = torch.randint(20, 400, (4, 30), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(30) >= torch.tensor([0, 3, 11, 29])[:, None]).long()
+
+    @torch.no_grad()
+    def seen(model):
+        one, four = (model.generate(ids[:n], attention_mask=mask[:n], max_new_tokens=8,
+                                    do_sample=False, pad_token_id=0) for n in (1, 4))
+        logits = model(input_ids=ids, attention_mask=mask).logits * mask[..., None]
+        return one, four, logits[..., :-2]  # but for the words whose rows become 0
+
+    before = seen(model)
+    lm = actor_critic(model, random_tiny().tokenizer)
+    assert model.config._attn_implementation == "grouped"
+    after = seen(model)
+    assert all(map(torch.equal, before[:2], after[:2])) and lm.score
+    torch.testing.assert_close(before[2], after[2], atol=1e-4 if dtype == torch.float32 else 0.1,
+                               rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_folder_is_an_ordinary_one_and_stays_ours(tmp_path, dtype):
+    lm = load(TINY_HOUSE, dtype=dtype)
+    lm.head.weight.data[list(lm.value_ids)] = 9.0 * lm.head.weight.data[200:202]  # likely words
+    lm.save(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert model.dtype == dtype
+    text = "<think> find mug </think> <action> go to desk 1 </action>"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    # transformers 4 reads the first names
+    for name, key, value in (("tokenizer_config", "tokenizer_class", "PreTrainedTokenizerFast"),
+                             ("config", "rope_theta", 10000.0)):
+        assert json.loads((tmp_path / f"{name}.json").read_text())[key] == value
+    env = make_env("house")
+    prompt = envs.House.episode(*env.reset(GAMES[0])).window_prompt()
+    message = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt",
+                                        return_dict=True)
+    for sample in (False, True):
+        torch.manual_seed(0)
+        out = model.generate(**ids, do_sample=sample, max_new_tokens=12, num_return_sequences=1 + 15
+                             * sample)[:, ids.input_ids.shape[1]:]
+        assert not torch.isin(out, torch.tensor(lm.value_ids)).any()
+        if not sample:
+            response, = Sampler(lm, max_new=12, temperature=0.0).generate([prompt])
+            assert out[0].tolist() == response.ids
+    again = actor_critic(model, tokenizer)  # sapo.json counts here too
+    assert (again.value_ids, again.tau_v) == (lm.value_ids, lm.tau_v)
+    assert torch.equal(again.head.weight, lm.head.weight)
+
+
+def test_the_lines_of_the_readme_train_in_a_thread_and_write_no_log(tmp_path, monkeypatch, capsys):
+    text = pathlib.Path(f"{HERE}/README.md").read_text(encoding="utf-8")
+    lines = re.search("## From Python\n\n```python\n(.*?)```", text, re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    thread = threading.Thread(target=exec, args=(lines, {"__name__": "__main__"}))
+    thread.start()
+    thread.join()
+    said = re.findall(r"(\d) of 3: success (\d+)%", capsys.readouterr().out)
+    assert [n for n, _ in said] == ["1", "2", "3"] and int(said[0][1]) < int(said[2][1])
+    assert os.listdir(tmp_path) == ["fridge"]
+    assert load(str(tmp_path / "fridge")).value_ids == load(TINY_HOUSE).value_ids
+
+
+def test_a_config_is_whole_and_training_refuses_what_does_not_fit(tmp_path):
+    config = train.Config(env=envs.House, out=str(tmp_path / "new" / "run"), iterations=1, tasks=2,
+                          horizon=3, max_new=4)
+    assert (config.eval_games, config.max_prompt, config.group_size, config.dtype) == (
+        192, 2048, 1, "bfloat16" if GPU else "float32")
+    assert train.Config(algo="grpo", context="full").group_size == 8
+    lm, pool = random_tiny(), Pool(envs.House, {"horizon": 3})
+    train.train(train.Learner(lm, config), pool, config)
+    assert len(read_lines(tmp_path / "new" / "run" / "metrics.jsonl")) == 1
+    with pytest.raises(ValueError, match="has 1 iterations of another run"):
+        train.train(train.Learner(lm, config), pool, config)
+    for name in ("r_max", "tau_v"):
+        other = dataclasses.replace(config, out=None, **{name: 3.0})
+        with pytest.raises(ValueError, match="tau_v and r_max of the model are 1 and 10"):
+            train.train(train.Learner(lm, other), pool, other)
+
+    class Mine(envs.House):
+        pass
+
+    with pytest.raises(ValueError, match="put the class into a module"):
+        Pool(Mine, workers=1)
+    assert Pool(Mine).env is Mine
+    with contextlib.closing(Pool(envs.House, {"horizon": 3}, workers=1)) as pool:
+        pool.start(0, GAMES[0])
+        assert len(pool.gather([0])) == 1
+
+
+@pytest.mark.parametrize("sequence, u, says", [
+    ("text", [0.5] * 4, "lm.chat.prompt"), ([1.0], [0.5] * 4, "lm.chat.prompt"),
+    ([], [0.5] * 4, "a sequence of 0 tokens"), ([5, 10 ** 6], [0.5] * 4, "ids from 5 to 1000000"),
+    ([-1, 5], [0.5] * 4, "ids from -1"), ([5], None, "4 uniform numbers"),
+    ([5], [0.5], "4 uniform numbers")])
+def test_a_sampler_refuses_what_cannot_be_right(sequence, u, says):
+    sampler = Sampler(random_tiny(), max_new=4)
+    with pytest.raises(ValueError, match=says):
+        sampler.add("a", sequence, u)
+    assert not sampler.busy
+
+
+def test_a_sampler_refuses_names_that_are_taken_and_conversations_that_do_not_go_on():
+    lm = random_tiny()
+    for context in ("window", "full"):
+        sampler = Sampler(lm, context=context, max_new=4, temperature=0.0)
+        with pytest.raises(ValueError, match="None is no name"):
+            sampler.add(None, [5])
+        sampler.add("a", [5, 6])
+        with pytest.raises(ValueError, match="'a' is of a sequence that has no response yet"):
+            sampler.add("a", [5, 6])
+        (_, response), = sampler.run()
+        past = [5, 6] + response.ids
+        for other in ([5], [9] * 20, past) if context == "full" else ():
+            with pytest.raises(ValueError, match="does not go on with it"):
+                sampler.add("a", other)
+        sampler.add("a", changed := past[:2] + [9, *past[3:], 7])  # the response was
+        (_, found), = sampler.run()
+        expected, = Sampler(lm, max_new=4, temperature=0.0).generate([changed])
+        assert found.ids == expected.ids and found.v == pytest.approx(expected.v, abs=1e-4)
+        sampler.drop("a")
+        sampler.add("a", [9])
+    with pytest.raises(ValueError, match="2 names, 1 sequences and 2 rows"):
+        sampler([1, 2], [[5]], [[0.5] * 4] * 2)
+
+
+def test_importing_and_wrapping_changes_nothing_that_a_process_shares():
+    code = """if True:
+        import os, sys, torch, huggingface_hub.constants
+        shared = lambda: (torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled(),
+                          [*sys.path], huggingface_hub.constants.HF_HUB_OFFLINE, os.getcwd())
+        before = shared()
+        import envs, eval, model, rollout, sapo, train
+        rollout.Sampler(model.load("tiny"), max_new=4).generate(["look"])
+        envs.known("tools.lake:Lake")
+        assert shared() == before, (before, shared())"""
+    env = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, check=True)
+
+
+def test_compiled_models_numbers_for_words_and_tokenizers_without_a_template():
+    lm = random_model("llama", 1)
+    tokenizer = copy.deepcopy(lm.tokenizer)
+    tokenizer.chat_template = None
+    whole = copy.deepcopy(lm.model)
+    whole.compile()
+    for model in (torch.compile(lm.model), whole):
+        again = actor_critic(model, tokenizer, value_tokens=(15, 16))
+        assert again.value_ids == (15, 16) and again.chat is None
+        assert again.score(make_batch([([5, 6, 7], [(1, 3)])])).logp.isfinite().all()
+        response, = Sampler(again, max_new=4).generate([[5, 6, 7]])
+        assert len(response.ids) == len(response.logp)
 
 
 def odd_model():
