@@ -2,19 +2,22 @@
 
     env = make_env("house")        or make_env("alfworld", data=DIR), make_env("webshop", data=DIR)
     obs, info = env.reset(tasks("house", "train")[0])
-    obs, reward, terminated, truncated, info = env.step("go to fridge 1")      Gymnasium's order
-    env.expert()                   commands that win from here, or None
+    obs, reward, terminated, truncated, info = env.step("go to fridge 1")      as in Gymnasium
+    env.expert()                   a list of commands that wins from here, or None
 
-info: admissible (list of str), task (sentence), category, won (bool), score (float, 0 to 1). The
-winning step pays REWARD, every other step 0. An action the environment cannot use is answered, by
-"Nothing happens." or in the shop by the same page, and is never an exception.
+info has admissible (a list of commands), task (a sentence), category, won (bool) and score (0 to
+1). The step that wins gets the reward REWARD, every other step 0. An action that the environment
+cannot use is never an exception: the answer is "Nothing happens.", or in the shop the same page
+again.
 
-- `house` is a miniature of ALFWorld in plain Python: same commands, sentences and kinds of task.
-- `alfworld` is the original: the alfworld package's TextWorld engine, on $ALFWORLD_DATA's games.
-- `webshop` is WebShop's text environment (worlds/webshop.py), on the catalogue in $WEBSHOP_DATA.
+- `house` is a small version of ALFWorld in plain Python, with the same commands and task types.
+- `alfworld` is the original: the alfworld package's TextWorld engine, with the games in
+  $ALFWORLD_DATA.
+- `webshop` is WebShop's text environment (simulators/webshop.py), with the catalogue in
+  $WEBSHOP_DATA.
 
-The prompts say what those of the GiGPO paper's framework say (verl-agent 796ed31), in our words.
-Workers start quickly, because nothing here needs torch.
+The prompts have the content of those of verl-agent (commit 796ed31), the GiGPO paper's framework,
+in other words. Nothing here imports torch, so that worker processes start quickly.
     python envs.py [--env alfworld|webshop --data DIR]                  play an episode yourself
 """
 import argparse
@@ -38,11 +41,11 @@ import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 
-from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
-from worlds.textworld import Engine, alfworld_root, game_folders
+from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
+from simulators.textworld import Engine, alfworld_root, game_folders
 
 REWARD = 10.0
-NOTHING = "Nothing happens."  # what a room answers to a command that it cannot use
+NOTHING = "Nothing happens."  # the answer to a command that cannot be used
 CATEGORIES = {"pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look",
               "pick_clean_then_place_in_recep": "Clean", "pick_heat_then_place_in_recep": "Heat",
               "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
@@ -66,68 +69,69 @@ FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
 
 
 def quoted(commands):
-    """The commands as a prompt lists them, without "help", which is no step towards winning."""
+    """The commands as a prompt lists them, without "help"."""
     return ", ".join(f"'{c}'" for c in commands if c != "help")
 
 
-class Episode:
-    """What the agent has seen of one game, and the two ways of showing it to the model."""
+class PromptBuilder:
+    """Records what the agent has seen in one game, and makes the model's prompts of it."""
 
     first, later = FIRST, LATER
     full_first = FIRST + SAME_WAY
     full_later = "{obs}\n\nCommands that work now: [{commands}]."
-    works_always = ()  # beginnings of commands that --context full lists once
+    works_always = ()  # prefixes of commands that --context full lists only once
 
     def __init__(self, obs, info, role=ROLE):
         self.obs, self.info, self.role, self.history = obs, info, role, []
         self.always = [c for c in info["admissible"] if c.startswith(self.works_always)]
 
-    def took(self, action, obs, info):
-        """Moves on by one turn: `action` was answered by `obs` and `info`."""
+    def record(self, action, obs, info):
+        """Records a turn: the environment answered `action` with `obs` and `info`."""
         self.history.append((self.obs, action))
         self.obs, self.info = obs, info
 
-    def shown(self, obs):
+    def format_obs(self, obs):
         return obs.strip()
 
     def accepts(self, action):
         """Whether the game can use this action now."""
         return action in self.info["admissible"]
 
-    def now(self, commands):
-        """The fields of this turn that the prompts are made of."""
+    def fields(self, commands):
+        """The fields of this turn's prompt."""
         return {"role": self.role, "answer": ANSWER, "task": self.info["task"],
-                "obs": self.shown(self.obs), "commands": quoted(commands),
+                "obs": self.format_obs(self.obs), "commands": quoted(commands),
                 "always": quoted(self.always)}
 
     def window_prompt(self, k=2):
         """--context window: one message, rebuilt every turn, with the last k turns of the past."""
-        now, n = self.now(self.info["admissible"]), len(self.history)
+        fields, n = self.fields(self.info["admissible"]), len(self.history)
         if n == 0:
-            return self.first.format(**now)
-        past = [PAST.format(obs=self.shown(obs), action=action)
+            return self.first.format(**fields)
+        past = [PAST.format(obs=self.format_obs(obs), action=action)
                 for obs, action in self.history[max(0, n - k):]]
-        return self.later.format(**now, steps=n, history="\n".join(past), now=n + 1)
+        return self.later.format(**fields, steps=n, history="\n".join(past), now=n + 1)
 
     def prompts(self, context, history):
-        """What a turn may show, from the longest to the shortest."""
+        """The prompts that a turn may use, from the longest to the shortest."""
         if context == "full":
             return [self.full_prompt()]
         return (self.window_prompt(k) for k in range(history, -1, -1))
 
     def full_prompt(self):
-        """--context full: only what is new. The first message says what holds for all turns."""
-        now = self.now(c for c in self.info["admissible"] if c not in self.always)
-        return (self.full_later if self.history else self.full_first).format(**now)
+        """--context full: what is new in this turn. The first message also has what holds for all
+        turns."""
+        fields = self.fields(c for c in self.info["admissible"] if c not in self.always)
+        return (self.full_later if self.history else self.full_first).format(**fields)
 
 
-class Household(Episode):
+class HouseholdPrompts(PromptBuilder):
     full_first, full_later = FULL_FIRST, FULL_LATER
-    works_always = "go to ", "inventory", "look"  # going to where one stands does nothing
+    works_always = "go to ", "inventory", "look"  # going to the current place does nothing
 
 
-class ShopEpisode(Episode):
-    """The same for the shop. Its pages repeat the task, which is therefore cut out of them."""
+class ShopPrompts(PromptBuilder):
+    """Prompts of the shop, whose pages repeat the task; it is removed from them."""
 
     first = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: "
              "[{commands}].\n\n{answer}")
@@ -135,31 +139,31 @@ class ShopEpisode(Episode):
     full_first = first + SAME_WAY
     full_later = "{obs}\n\nCommands on this page: [{commands}]."
 
-    def shown(self, obs):
+    def format_obs(self, obs):
         page = obs.split(f" [SEP] {self.info['task'].strip()} [SEP] ", 1)[-1]
         return " [SEP] ".join(f"'{piece}'" for piece in page.split(" [SEP] "))
 
     def accepts(self, action):
-        """Searching works on every page, clicking on what the page lists."""
-        from worlds.webshop import shop_command
+        """Any search is admissible, and clicks on what the page lists."""
+        from simulators.webshop import shop_command
         name, argument = shop_command(action)
         offered = argument != "search" and f"click[{argument}]" in self.info["admissible"]
         return name == "search" or name == "click" and offered
 
 
-def parse_action(text, fallback, said=""):
-    """-> (action, valid). The action is the lower-cased text between an <action> and the next
-    </action>, the first that begin behind the first </think> and end behind the last; or else the
-    first before a <think>; or else the last `fallback` characters. It is valid if both pairs of
-    tags are there and, as in verl-agent, no CJK character. `said`: what the chat template has said
-    before the text, such as an opening <think>."""
+def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]:
+    """A response -> (action, valid). The action is the lower-cased text between <action> and
+    </action>: the first such pair that begins after the first </think> and ends after the last one;
+    else the first before a <think>; else the last `fallback` characters. It is valid if it has both
+    pairs of tags and, as in verl-agent, no CJK character. `prefix` is how the chat template begins
+    every response, for example with <think>."""
     low = text.lower()
-    whole = said.lower() + low
+    whole = prefix.lower() + low
     thought = 0 <= whole.find("<think>") < whole.find("</think>")
-    behind = whole[max(0, whole.find("</think>")):]  # verl-agent looks into the thought as well
-    while "</think>" in (rest := behind.partition("</action>")[2]):
-        behind = rest
-    for part in behind, whole.partition("<think>")[0]:
+    answer = whole[max(0, whole.find("</think>")):]  # verl-agent also searches the thought
+    while "</think>" in (rest := answer.partition("</action>")[2]):
+        answer = rest
+    for part in answer, whole.partition("<think>")[0]:
         start, end = part.find("<action>"), part.find("</action>")
         if 0 <= start < end:
             action = part[start + len("<action>"):end].strip()
@@ -167,42 +171,42 @@ def parse_action(text, fallback, said=""):
     return low[max(0, len(low) - fallback):], False
 
 
-# ------------------------------------------------------------------- what an environment has
+# --------------------------------------------------------------- the protocol of an environment
 
 class Env:
-    """An environment of your own inherits this, and has besides
+    """The base class of environments, your own too. A subclass has
 
         tasks(split) -> sorted ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with info as above, rewards that sum to within +-r_max, and truncated on turn `horizon`. The
-    first obs says what the task is. An object plays many games, so reset sets all of it.
-    tools/imitate.py also needs advice(forgetful) -> (thought, command) or None, as of a
-    demonstrator. Override the rest.
+    with `info` as above. An episode's rewards must sum to within +-r_max, and `truncated` must be
+    True in turn number `horizon`. The first obs must state the task. One object plays many games,
+    so reset must reset everything. tools/imitate.py also needs advice(forgetful) -> (thought,
+    command) or None, a demonstrator. The rest has defaults.
 
-    The worker pool demands of what it says: obs, task and commands are text, in which lone
-    surrogates are replaced; terminated, truncated and won are True or False; reward and score are
-    finite. NumPy's types will do. A command is in lower case and has no blanks at its ends, because
-    that is how actions are read. Anything else, and any exception, is a GameError that names the
-    game and the turn. A worker that does not answer for `patience` seconds is replaced."""
+    The worker pool checks every answer: obs, task and commands are text (lone surrogates are
+    replaced); terminated, truncated and won are True or False; reward and score are finite. NumPy
+    types are allowed. A command must be in lower case without blanks at its ends, because actions
+    are read that way. Anything else, and any exception, becomes a GameError with the game and the
+    turn. A worker that does not answer for `patience` seconds is replaced."""
 
-    flags = ("horizon",)  # which of train.py's settings its constructor takes
-    horizon = 50  # turns an episode may take; the last one's step says truncated
-    held_out = "test", 100  # the split and number of games of an evaluation
-    categories = {}  # {info's category: column} of an evaluation
-    role = ROLE  # the sentence that a prompt begins with
-    episode_class = Episode  # how a game is shown, and which actions count as admissible
-    max_prompt = 2048  # tokens a prompt may take
-    fallback = 30  # characters taken as the action if the response has no tags
-    graded = False  # whether info's score can lie between 0 and 1
-    patience = 600  # seconds that a worker may take for an answer
+    flags = ("horizon",)  # train.py's settings that the constructor takes
+    horizon = 50  # maximum number of turns per episode
+    held_out = "test", 100  # split and number of games of an evaluation
+    categories = {}  # {info["category"]: its column in tables}
+    role = ROLE  # the first sentence of a prompt
+    prompt_builder_class = PromptBuilder  # makes prompts, knows the admissible actions
+    max_prompt = 2048  # maximum tokens of a prompt
+    fallback = 30  # characters used as the action if a response has no tags
+    graded = False  # whether a score can be between 0 and 1
+    patience = 600  # seconds after which a silent worker is replaced
 
     def __init__(self, horizon=None):
         self.horizon = self.horizon if horizon is None else horizon
 
     @classmethod
-    def episode(cls, obs, info):
-        return cls.episode_class(obs, info, cls.role)
+    def prompt_builder(cls, obs, info):
+        return cls.prompt_builder_class(obs, info, cls.role)
 
     def expert(self):
         return None
@@ -210,7 +214,7 @@ class Env:
 
 # --------------------------------------------------------------------------------------- house
 
-# A house of n places draws from PLACES[:n], one with m things from OBJECTS[:2 * m].
+# A house of n places uses PLACES[:n]; one with m things uses OBJECTS[:2 * m].
 OBJECTS = """apple mug egg potato plate tomato book pen vase box bowl bread cup lettuce fork pan
 knife pot spoon winebottle cloth soapbar spatula ladle kettle cd butterknife dishsponge pencil
 statue pillow laptop alarmclock cellphone creditcard keychain newspaper remotecontrol watch candle
@@ -226,8 +230,8 @@ OPENABLE = {"fridge", "microwave", "cabinet", "drawer", "safe"}
 GOALS = dict(zip(CATEGORIES, (
     "put a {obj} in {dest}.", "look at {obj} under the desklamp.", "put a clean {obj} in {dest}.",
     "put a hot {obj} in {dest}.", "put a cool {obj} in {dest}.", "put two {obj} in {dest}.")))
-STATES = {"clean": "clean", "heat": "hot", "cool": "cool"}  # the state that each verb brings about
-SIZES = {"train": 4000, "test": 1000}  # how many tasks the splits of the house have
+STATES = {"clean": "clean", "heat": "hot", "cool": "cool"}  # the state after each verb
+SIZES = {"train": 4000, "test": 1000}  # number of tasks per split
 
 
 def numbered(types):  # ["mug", "pen", "mug"] -> ["mug 1", "pen 1", "mug 2"]
@@ -239,15 +243,15 @@ def listing(names):  # ["mug 1", "pen 1"] -> "a mug 1, and a pen 1"
     return f"{', '.join(others)}, and {last}" if others else last
 
 
-class House(Seeker, Env):
-    """One room with `places` places and `objects` things to carry, most of them out of sight until
-    the agent goes there and opens what is closed. A task id is a number as a string. It fixes the
-    split and, for a given size, the room and the goal. Rooms in which Seeker, the expert, needs
-    more than min(4 * places, 50) steps are drawn again; `horizon` should be no less than that."""
+class House(HouseholdExpert, Env):
+    """One room with `places` places and `objects` things to carry, most of which cannot be seen
+    before the agent goes there and opens what is closed. A task id is a number as a string. It
+    determines the split and, for a given size, the room and the goal. A room in which the expert
+    needs more than min(4 * places, 50) steps is drawn again; `horizon` should not be smaller."""
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES
-    role, episode_class = HOUSEHOLD, Household
+    role, prompt_builder_class = HOUSEHOLD, HouseholdPrompts
 
     def __init__(self, places=5, objects=4, horizon=None):
         super().__init__(horizon)
@@ -256,11 +260,11 @@ class House(Seeker, Env):
         self.size = places, objects
 
     def tasks(self, split):
-        """A number's own hash decides its split, so that options of size never move a task."""
+        """The hash of a task's number decides its split, whatever the size of the house."""
         if split not in SIZES:
             raise ValueError(f"house has no split {split!r}; known: {', '.join(SIZES)}")
         hashes = ((n, hashlib.sha256(str(n).encode()).digest()) for n in itertools.count())
-        ids = (f"{n:05d}" for n, its in hashes if (its[0] % 5 == 0) == (split == "test"))
+        ids = (f"{n:05d}" for n, digest in hashes if (digest[0] % 5 == 0) == (split == "test"))
         return list(itertools.islice(ids, SIZES[split]))
 
     def reset(self, task):
@@ -277,7 +281,7 @@ class House(Seeker, Env):
         n = self.size[0]
         others = [rng.choice(PLACES[:n]) for _ in range(n - len(APPLIANCES))]
         if all(p in OPENABLE for p in others):
-            others[0] = PLACES[0]  # the lamp needs a place that is never closed
+            others[0] = PLACES[0]  # the lamp needs an open place
         self.places = sorted(numbered(list(APPLIANCES.values()) + others))
         self.begin, self.contents = self.places[0], {p: [] for p in self.places}
         self.lamp_at = rng.choice([p for p in self.places
@@ -294,13 +298,13 @@ class House(Seeker, Env):
         types = [obj] * self.wanted
         types += [rng.choice(kinds) for _ in range(self.size[1] - len(types))]
         for thing in numbered(types):
-            # The goal's object never lies at its destination, so that no goal is half done.
+            # the goal's object never starts at its destination
             free = [p for p in self.places if type_of(thing) != obj or type_of(p) != self.goal[1]]
             self.contents[rng.choice(free)].append(thing)
         self.at, self.holding, self.opened, self.states, self.lit = None, None, set(), {}, False
         self.steps, self.won = 0, False
 
-    # ---- what can be seen
+    # ---- observations
     def overview(self):
         seen = listing(self.places[::-1])
         return f"You are in the middle of a room. Looking quickly around you, you see {seen}."
@@ -339,7 +343,7 @@ class House(Seeker, Env):
         return {"admissible": self.admissible(), "task": self.task, "category": self.category,
                 "won": self.won, "score": float(self.won)}
 
-    # ---- what can be done
+    # ---- actions
     def step(self, action):
         obs = self.act(action) if action in self.admissible() else NOTHING
         self.steps += 1
@@ -348,7 +352,7 @@ class House(Seeker, Env):
         return obs, reward, self.won, self.steps >= self.horizon and not self.won, self.info()
 
     def act(self, command):
-        """Carries out an admissible command and returns what the agent reads."""
+        """Executes an admissible command and returns the observation."""
         verb, _, rest = command.partition(" ")
         here, thing = self.at, self.holding
         if verb == "go":
@@ -383,7 +387,7 @@ class House(Seeker, Env):
         states = sorted(self.states.get(what, ()), reverse=True)
         if not states:
             return f"There's nothing special about {what}."
-        # ALFWorld says "cold" of what is only cool, and "cool" otherwise.
+        # as in ALFWorld: "cold" for what is only cool, and "cool" in combinations
         return f"This is a {'cold' if states == ['cool'] else ' and '.join(states)} {what}."
 
     def tell(self, verb):
@@ -402,7 +406,8 @@ class House(Seeker, Env):
         return self.placed() >= self.wanted
 
     def placed(self, any_state=False):
-        """How many of the goal's objects are at their destination and treated, or in any_state."""
+        """How many of the goal's objects are at their destination and, unless any_state,
+        treated."""
         obj, dest = self.goal
         things = [thing for p in self.places if type_of(p) == dest for thing in self.contents[p]]
         return sum(type_of(thing) == obj and (any_state or self.treated(thing)) for thing in things)
@@ -411,7 +416,8 @@ class House(Seeker, Env):
         return self.verb is None or STATES[self.verb] in self.states.get(thing, ())
 
     def expert(self):
-        """Commands that win from here, found in a copy of the room; None once it is won."""
+        """A list of commands that wins from here, found in a copy of the room; None if it is
+        won."""
         twin, plan = copy.deepcopy(self), []
         while not twin.won and len(plan) <= 8 * len(self.places):
             plan.append(twin.advice()[1])
@@ -425,11 +431,12 @@ class House(Seeker, Env):
 class AlfWorld(Env):
     """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
-    the engine's own."""
+    those of the engine."""
 
     flags, held_out = ("data", "horizon"), ("valid_seen", 140)
-    categories, role, episode_class = CATEGORIES, HOUSEHOLD, Household
-    CHANGES = set("go open close take move clean heat cool use slice".split())  # others only look
+    categories, role, prompt_builder_class = CATEGORIES, HOUSEHOLD, HouseholdPrompts
+    # verbs that change the game; the others only look
+    CHANGES = set("go open close take move clean heat cool use slice".split())
 
     def __init__(self, data=None, horizon=None):
         super().__init__(horizon)
@@ -442,7 +449,7 @@ class AlfWorld(Env):
         state, self.walkthrough = self.engine.load(self.root, task)
         self.category = task.split("/")[1].split("-")[0]
         self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
-        self.steps, self.played, self.won = 0, [], False  # played: what has changed something
+        self.steps, self.played, self.won = 0, [], False  # played: commands that changed something
         return state.feedback, self.info(state)
 
     def info(self, state):
@@ -450,7 +457,7 @@ class AlfWorld(Env):
                 "category": self.category, "won": self.won, "score": float(self.won)}
 
     def step(self, action):
-        action = action.strip()  # TextWorld does so too
+        action = action.strip()  # as TextWorld does
         state = self.engine.step(action)
         self.steps += 1
         if action.split(" ")[0] in self.CHANGES and state.feedback.strip() != NOTHING:
@@ -461,7 +468,7 @@ class AlfWorld(Env):
         return state.feedback, reward, self.won, truncated, self.info(state)
 
     def expert(self):
-        """The rest of the game's walkthrough, or None once anything else has changed the game."""
+        """The rest of the game's walkthrough, or None after a step that is not in it."""
         done = len(self.played)
         return self.walkthrough[done:] or None if self.played == self.walkthrough[:done] else None
 
@@ -469,22 +476,22 @@ class AlfWorld(Env):
 # ------------------------------------------------------------------------------------- webshop
 
 class WebShop(Env):
-    """The shop of worlds/webshop.py, with the original's pages. A task id is a goal's number in the
-    original's order. score is the original's reward of the step, and the step that buys at a score
-    of exactly 1 pays REWARD. results/README.md has the departures."""
+    """The shop of simulators/webshop.py, with the original's pages. A task id is the number of a
+    goal, in the original's order. score is the original's reward; the step that buys with a score
+    of exactly 1 gets REWARD. results/README.md lists the differences from the original."""
 
     role = ("You shop in an online store by typing commands: search[words of your own] looks "
             "through its catalogue, click[...] follows a link or a button or chooses an option. "
             "Find a product that is all that is asked for, choose its options, and buy it.")
-    goals = "synthetic"  # who wrote what is asked for
+    goals = "synthetic"  # which of WebShop's two sets of goals
     flags, horizon, graded = ("data", "horizon"), 15, True
-    fallback, max_prompt = 20, 4096  # its pages are long
-    patience = 3600  # the whole catalogue has five gigabytes
-    held_out, categories, episode_class = ("test", 500), SHELVES, ShopEpisode
+    fallback, max_prompt = 20, 4096  # pages are long
+    patience = 3600  # loading the whole catalogue, 5 GB, takes long
+    held_out, categories, prompt_builder_class = ("test", 500), SHELVES, ShopPrompts
 
     def __init__(self, data=None, horizon=None):
         super().__init__(horizon)
-        from worlds.webshop import Shop
+        from simulators.webshop import Shop
         self.shop = Shop(data, self.goals)
 
     def tasks(self, split):
@@ -516,7 +523,7 @@ class WebShop(Env):
 
 
 class WebShopHuman(WebShop):
-    """The same with the goals that people wrote."""
+    """WebShop with its goals written by people."""
 
     goals = "human"
 
@@ -524,12 +531,12 @@ class WebShopHuman(WebShop):
 # ------------------------------------------------------------------- the environments by name
 
 ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop, "webshop-human": WebShopHuman}
-OPTIONS = "data", "places", "objects"  # flags that some environments alone know
+OPTIONS = "data", "places", "objects"  # flags that only some environments have
 
 
-def known(name):
-    """The class of an environment, with what holds for all of its games: one of ENVS, or your own
-    as MODULE:CLASS, looked for in the working directory as well, or a class itself."""
+def env_class(name) -> type[Env]:
+    """The class of an environment: one of ENVS, your own as MODULE:CLASS (imported from the working
+    directory, too), or a class itself. ValueError: there is none of this name."""
     found = name if isinstance(name, type) else ENVS.get(name)
     if not found:
         added = [os.getcwd()] * (os.getcwd() not in sys.path)
@@ -537,48 +544,48 @@ def known(name):
         try:
             found = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, and your own as "
+            raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, or your own as "
                              f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
         finally:
             for folder in added:
                 sys.path.remove(folder)
     if not hasattr(found, "held_out"):
-        raise ValueError(f"--env {name}: an environment inherits envs.Env")
+        raise ValueError(f"--env {name}: an environment must inherit from envs.Env")
     return found
 
 
-def name_of(env):
-    """A name by which another process finds an environment. ValueError: there is none."""
+def importable_name(env) -> str:
+    """The name by which worker processes can import an environment. ValueError: there is none."""
     if isinstance(env, type):
         env = f"{env.__module__}:{env.__qualname__}"
     if env.startswith("__main__:") or "<locals>" in env:
-        raise ValueError(f"no other process can import {env}: put the class into a module, or play "
-                         "its games in this process, with workers=0")
+        raise ValueError(f"worker processes cannot import {env}: put the class into a module, or "
+                         "use workers=0 to play in this process")
     return env
 
 
-def make_env(name, **options):
-    """options: those of `flags`. Errors say what is wrong with one."""
-    return known(name)(**options)
+def make_env(name, **options) -> Env:
+    """Makes an environment with options for its `flags`."""
+    return env_class(name)(**options)
 
 
-def tasks(name, split, **options):
-    """The sorted task ids of a split. ValueError names the splits that there are."""
-    ids = [plain(task) for task in make_env(name, **options).tasks(split)]
+def tasks(name, split: str, **options) -> list:
+    """The sorted task ids of a split. ValueError: there is no such split."""
+    ids = [as_python(task) for task in make_env(name, **options).tasks(split)]
     if not ids:
         raise ValueError(f"--env {name} has no tasks in the split {split!r}")
     if wrong := [task for task in ids if not isinstance(task, (str, int))]:
-        raise ValueError(f"--env {name}: a task id is {wrong[0]!r}, and neither str nor int")
+        raise ValueError(f"--env {name}: a task id is {wrong[0]!r}; it must be str or int")
     return ids
 
 
-def options_for(given):
-    """Those of the settings `given` that given["env"] is made with."""
-    return {k: given[k] for k in known(given["env"]).flags if given.get(k) is not None}
+def options_for(settings: dict) -> dict:
+    """Those of the settings that the constructor of settings["env"] takes."""
+    return {k: settings[k] for k in env_class(settings["env"]).flags if settings.get(k) is not None}
 
 
-def default_workers(name):
-    """Processes of a rank: one per core, at most 16 on a machine; the house needs none."""
+def default_workers(name) -> int:
+    """Worker processes per rank: one per core, at most 16 per machine; none for the house."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return 0 if name == "house" else max(1, min(16, cores) // ranks)
@@ -587,63 +594,64 @@ def default_workers(name):
 # -------------------------------------------------------------------------------- worker pool
 
 class GameError(RuntimeError):
-    """An environment failed, or kills its worker again and again. Names the game."""
+    """An environment failed, or its worker died again and again. The message names the game."""
 
 
-# What an environment says, in Python's own types, or a ValueError.
+# The answers of an environment as Python's own types; ValueError: they are not what they should be.
 
-def text_of(value, what):
-    """A text or a number as text, without lone surrogates, which are no Unicode."""
+def as_text(value, what):
+    """A string or number as a string, without lone surrogates, which cannot be encoded."""
     if not isinstance(value, (str, numbers.Number)):
-        raise ValueError(f"{what} is {value!r}, which is no text")
+        raise ValueError(f"{what} is {value!r}, not a string")
     return str(value).encode("utf-8", "replace").decode()
 
 
-def number_of(value, what):
+def as_number(value, what):
     if not math.isfinite(number := float(value)):
         raise ValueError(f"{what} is {number}")
     return number
 
 
-def truth_of(value, what):
+def as_bool(value, what):
     if value not in (True, False):
-        raise ValueError(f"{what} is {value!r}, where True or False is due")
+        raise ValueError(f"{what} is {value!r}, not True or False")
     return bool(value)
 
 
 @functools.lru_cache(1 << 16)
-def command_of(value):
-    command = text_of(value, "a command")
+def as_command(value):
+    command = as_text(value, "a command")
     action, valid = parse_action(f"<think></think><action>{command}</action>", 0)
     if not valid or action != command:
-        why = "in lower case, without blanks at its ends" if valid else "in a malformed response"
+        why = ("commands must be in lower case, without blanks at their ends" if valid else
+               "and the response would count as invalid")
         raise ValueError(f"no response can give the command {command!r}: it would be read as "
                          f"{action!r}, {why}")
     return command
 
 
-def plain(value):
-    """A value of Python for one of NumPy's, which would not become JSON."""
+def as_python(value):
+    """A Python value for a NumPy value, which could not be written as JSON."""
     return value.item() if hasattr(value, "item") else value
 
 
-def info_of(info):
+def as_info(info):
     if isinstance(info["admissible"], str):
-        raise ValueError(f"admissible is {info['admissible']!r}, where a list of commands is due")
-    return {"admissible": [command_of(command) for command in info["admissible"]],
-            "task": text_of(info["task"], "task"), "category": plain(info["category"]),
-            "won": truth_of(info["won"], "won"), "score": number_of(info["score"], "score")}
+        raise ValueError(f"admissible is {info['admissible']!r}, not a list of commands")
+    return {"admissible": [as_command(command) for command in info["admissible"]],
+            "task": as_text(info["task"], "task"), "category": as_python(info["category"]),
+            "won": as_bool(info["won"], "won"), "score": as_number(info["score"], "score")}
 
 
-class Games:
-    """Many games, by number, in one process: the worker's half of the pool."""
+class EnvWorker:
+    """Plays many games, by number, in one process: the worker's side of the pool."""
 
     def __init__(self, name, options):
         self.name, self.options = name, options
-        self.loaded = set()  # all games so far, as a load may come after its start
-        self.ready = {}  # those not yet started: (environment, obs, info)
-        self.playing = {}  # their environments
-        self.spare = []  # used environments
+        self.loaded = set()  # all games so far: a request to load may come after that to start
+        self.ready = {}  # loaded but not started: (environment, obs, info)
+        self.playing = {}  # the environments of games that are being played
+        self.spare = []  # environments that can be used again
 
     def load(self, number, task):
         if number not in self.loaded:
@@ -654,23 +662,24 @@ class Games:
     def start(self, number, task):
         self.load(number, task)
         self.playing[number], obs, info = self.ready.pop(number)
-        return text_of(obs, "obs"), info_of(info)
+        return as_text(obs, "obs"), as_info(info)
 
     def step(self, number, action):
         obs, reward, terminated, truncated, info = self.playing[number].step(action)
-        over = truth_of(terminated, "terminated"), truth_of(truncated, "truncated")
+        over = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
         if any(over):
             self.drop(number)
-        return text_of(obs, "obs"), number_of(reward, "reward"), *over, info_of(info)
+        return as_text(obs, "obs"), as_number(reward, "reward"), *over, as_info(info)
 
     def drop(self, number, argument=None):
         if number in self.playing:
             self.spare.append(self.playing.pop(number))
 
-    def do(self, number, asked):
-        """The answer to the last request, or a GameError: not every exception can be pickled."""
+    def execute(self, number, requests):
+        """The answer to the last of the requests, or a GameError, because not every exception can
+        be pickled."""
         try:
-            for op, argument in asked:
+            for op, argument in requests:
                 answer = getattr(self, op)(number, argument)
             return answer
         except (Exception, SystemExit) as error:
@@ -679,64 +688,65 @@ class Games:
 
 
 def worker_main(fd):
-    """A worker process: does what messages ask, until its parent closes the pipe."""
+    """A worker process: answers requests until its parent closes the pipe."""
     conn, messages = Connection(fd), queue.PriorityQueue()
-    games = Games(*conn.recv())
+    worker = EnvWorker(*conn.recv())
 
     def read():
         try:
             for n in itertools.count():
-                number, asked, wanted = conn.recv()
-                messages.put((asked[0][0] == "load", n, number, asked, wanted))
+                number, requests, wants_answer = conn.recv()
+                messages.put((requests[0][0] == "load", n, number, requests, wants_answer))
         finally:
             os._exit(0)
 
-    # Someone always reads what the parent sends: with both pipes full, both sides would hang.
+    # a thread always reads what the parent sends: with both pipes full, both sides would hang
     threading.Thread(target=read, daemon=True).start()
     while True:
-        *_, number, asked, wanted = messages.get()  # a load only if nothing else is asked
-        answer = games.do(number, asked)
-        if wanted:
+        *_, number, requests, wants_answer = messages.get()  # loads come last
+        answer = worker.execute(number, requests)
+        if wants_answer:
             conn.send((number, answer))
 
 
 @dataclass
 class OpenGame:
-    """The parent's record of a game."""
+    """What the parent knows of a game."""
+
     worker: int
     task: str
-    asked: list = field(default_factory=list)  # every (op, argument), for the worker's successor
-    answer: tuple = None  # the answer to the last of them, None as long as it is owed
-    place: int = 0  # in the line of all requests, of the last of them
+    requests: list = field(default_factory=list)  # all (op, argument), to replay them if need be
+    answer: tuple = None  # to the last request; None: not there yet
+    order: int = 0  # of the last request, among those of all games
     number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
 
 class Pool:
-    """Games of an environment, a name or a class, played side by side in `workers` processes (0: in
-    this one), under the caller's keys.
+    """Plays games of an environment (a name or a class) side by side in `workers` processes, or
+    with 0 in this one. The caller chooses the games' keys.
 
         pool.load(tasks)            loads games in the background, while the model is busy
         pool.start(key, task); pool.step(key, action)
-        pool.gather(keys)           their answers in the order of keys: (obs, info) or step()'s five
+        pool.gather(keys)           their answers, in order: (obs, info), or the five of step()
         pool.drop(key)              gives up an unfinished game
 
-    A worker that dies, or gives no answer for the environment's `patience`, is replaced and its
-    games are replayed, which the caller does not notice. A GameError names a game that fails, or,
-    where a worker was lost four times running, the games that waited for it."""
+    A worker that dies, or does not answer within the environment's `patience`, is replaced and its
+    games are replayed; the caller does not notice. A GameError names a game that fails, or the
+    games that waited when a worker was lost for the fourth time in a row."""
 
-    say_after = 60  # seconds without an answer after which a line names the games
+    warn_after = 60  # seconds without an answer after which the games are named
 
     def __init__(self, name, options=None, workers=0):
-        self.options, self.env = options or {}, known(name)
-        self.local = None if workers else Games(name, self.options)
-        self.name = name_of(name) if workers else getattr(name, "__name__", name)
-        # By worker: process, pipe, how often it was lost since its last answer.
+        self.options, self.env = options or {}, env_class(name)
+        self.local = None if workers else EnvWorker(name, self.options)
+        self.name = importable_name(name) if workers else getattr(name, "__name__", name)
+        # by worker: process, pipe, how often it was lost since its last answer
         self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
         self.games = {}  # by key
-        self.loading = {}  # task: games that workers load
+        self.loading = {}  # task: games that are being loaded
         self.loaders = itertools.cycle(range(workers))
-        self.places = itertools.count()
-        self.seconds = 0.0  # spent on games, or waiting for them
+        self.order = itertools.count()
+        self.seconds = 0.0  # spent on games or waiting for them
         for w in range(workers):
             self.spawn(w)
 
@@ -762,18 +772,18 @@ class Pool:
 
     def step(self, key, action):
         game, most = self.games[key], self.options.get("horizon", self.env.horizon)
-        if len(game.asked) > most:  # it was started, and has made so many steps
-            raise GameError(f"{self.name}: game {game.task} goes on after {most} turns")
+        if len(game.requests) > most:  # the first request started it
+            raise GameError(f"{self.name}: game {game.task} does not end after {most} turns")
         self.ask(game, "step", action)
 
     def gather(self, keys):
         games = [self.games[key] for key in keys]
         for game in games:
             while game.answer is None:
-                self.listen(game.worker)
+                self.receive(game.worker)
         for key, game in zip(keys, games):
             if isinstance(game.answer, GameError):
-                turn = len(game.asked) - 1  # the first request was to start
+                turn = len(game.requests) - 1  # the first request was to start
                 when = f" in turn {turn}" if turn else ""
                 raise GameError(f"{self.name}: game {game.task} failed{when}: {game.answer}")
             if any(game.answer[2:4]):  # terminated or truncated
@@ -791,81 +801,81 @@ class Pool:
 
     # ---- messages
     def ask(self, game, op, argument):
-        game.asked.append((op, argument))
-        game.answer, game.place = None, next(self.places)
-        self.send(game, game.asked[-1:], wanted=True)
+        game.requests.append((op, argument))
+        game.answer, game.order = None, next(self.order)
+        self.send(game, game.requests[-1:], wants_answer=True)
 
-    def send(self, game, asked, wanted=False):
-        """Asks a worker, or this process. `wanted`: whether the last of it is to be answered."""
-        began = time.time()
+    def send(self, game, requests, wants_answer=False):
+        """Sends requests to a worker, or executes them in this process."""
+        start = time.time()
         if self.local:
-            game.answer = self.local.do(game.number, asked)
+            game.answer = self.local.execute(game.number, requests)
         else:
-            with contextlib.suppress(OSError):  # listen() notices a dead worker
-                self.conns[game.worker].send((game.number, asked, wanted))
-        self.seconds += time.time() - began
+            with contextlib.suppress(OSError):  # receive() notices a dead worker
+                self.conns[game.worker].send((game.number, requests, wants_answer))
+        self.seconds += time.time() - start
 
-    def listen(self, w):
-        """Waits for a worker's next answer; replaces it if it is dead or hangs."""
-        began = time.time()
+    def receive(self, w):
+        """Waits for a worker's next answer; replaces the worker if it is dead or hangs."""
+        start = time.time()
         try:
-            patience, first = self.env.patience, min(self.say_after, self.env.patience)
+            patience, first = self.env.patience, min(self.warn_after, self.env.patience)
             if not self.conns[w].poll(first):
-                print(f"{self.name}: no answer for {first} seconds in {self.owed(w)}",
+                print(f"{self.name}: no answer for {first} seconds in {self.unanswered(w)}",
                       file=sys.stderr, flush=True)
                 if not self.conns[w].poll(patience - first):
                     return self.replace(w, f"gave no answer for {patience} seconds")
             number, answer = self.conns[w].recv()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.procs[w].wait(1)  # until its status is known
+                self.procs[w].wait(1)  # to know its exit status
             return self.replace(w, f"died with status {self.procs[w].returncode}")
-        self.seconds += time.time() - began
-        for game in self.games.values():  # the one asked may have been dropped
+        self.seconds += time.time() - start
+        for game in self.games.values():  # it may have been dropped
             if game.number == number:
                 game.answer = answer
                 self.losses[w] = 0
 
     # ---- the workers
     def spawn(self, w):
-        """Starts a fresh interpreter on this file; a fork would copy torch and its threads. In its
-        own session Ctrl-C does not reach it, as the caller may need it in order to finish."""
+        """Starts a new interpreter with this file; a fork would copy torch and its threads. It has
+        its own session, so that Ctrl-C does not reach it before the caller has finished."""
         self.conns[w], theirs = Pipe()
         here, fd = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
-        path = [here, *sys.path]  # the environment may lie anywhere
+        path = [here, *sys.path]  # the environment may be anywhere
         code = f"import sys; sys.path[:] = {path!r}; import envs; envs.worker_main({fd})"
-        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the shop has warned here
+        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
         self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                          stdin=subprocess.DEVNULL)
         self.conns[w].send((self.name, self.options))
         theirs.close()
 
     def games_of(self, w):
-        """A worker's games in the order in which they were asked."""
+        """A worker's games, in the order of their last requests."""
         return sorted((game for game in self.games.values() if game.worker == w),
-                      key=lambda game: game.place)
+                      key=lambda game: game.order)
 
-    def owed(self, w):
-        """Games whose answers a worker owes. It plays the first of them, and the others wait."""
+    def unanswered(self, w):
+        """The first few games that wait for a worker, which is at work on the first of them."""
         return [game.task for game in self.games_of(w) if game.answer is None][:4]
 
     def replace(self, w, why):
-        """Starts a lost worker's successor, which plays its games again."""
+        """Starts another worker in the place of a lost one and replays its games."""
         self.losses[w] += 1
         if self.losses[w] > 3:
-            raise GameError(f"{self.name}: a worker {why}, as did three before it, and owed "
-                            f"answers in {self.owed(w)}")
+            raise GameError(f"{self.name}: a worker {why}, as did the three before it, while these "
+                            f"games waited: {self.unanswered(w)}")
         self.procs[w].kill()
         self.procs[w].wait()
         self.spawn(w)
         for game in self.games_of(w):
-            self.send(game, game.asked, wanted=game.answer is None)
+            self.send(game, game.requests, wants_answer=game.answer is None)
 
 
 # ------------------------------------------------------------------------------- command line
 
 def play_by_hand(env):
-    """A person plays a game. An empty line takes the expert's next command."""
+    """A person plays a game; an empty line is the expert's next command."""
     obs, info = env.reset(env.tasks("train")[0])
     terminated = truncated = False
     while not (terminated or truncated):
@@ -882,7 +892,7 @@ def play_by_hand(env):
 def main():
     parser = argparse.ArgumentParser(description="Play an episode by hand.", allow_abbrev=False)
     parser.add_argument("--env", default="house")
-    parser.add_argument("--data", help="the folder of alfworld's json_2.1.1, or of webshop's files")
+    parser.add_argument("--data", help="folder with alfworld's json_2.1.1, or of webshop's files")
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")
     sys.path.append(os.getcwd())

@@ -1,18 +1,23 @@
-"""Playing the tasks: one trajectory per task, many of them side by side.
+"""Playing tasks: one trajectory per task, many of them side by side.
 
-    Sampler   token sequences -> responses, by one of two engines that agree up to rounding
-                kv   our own loop over K/V tensors, with continuous batching
-                hf   Hugging Face `generate`, for comparison and for models kv cannot serve
-    rollout   tasks -> turns: prompt, sample a response, act, until every game is over
+    Sampler   prompts -> responses, by one of two engines that agree up to rounding
+                kv   our KV-cache decoding loop with continuous batching
+                hf   Hugging Face generate, for comparison and for models that kv does not support
+    rollout   tasks -> turns: build the prompt, sample a response, act, until every game is over
 
-Tokens are drawn by uniform numbers that depend on (seed, iteration, trajectory, turn) alone, so
-engine, rows and ranks matter only by rounding. The past is shown in one of two ways (`context`):
-`window` makes each turn's prompt anew, of the last turns; in `full`, which the paper does not have,
-the conversation and its cache grow. Shapes: R rows, T tokens, S positions, D width, H' heads of
-size E that have keys and values of their own.
-    python rollout.py [--model NAME]       samples one prompt with both engines
+Tokens are drawn with uniform random numbers that depend only on (seed, iteration, trajectory,
+turn). So the engine, the number of slots and the number of ranks change a rollout by rounding only.
+
+The past is shown to the model in one of two ways. In `context="window"` every turn has a new prompt
+with the last few turns. In "full", which is not in the paper, the conversation and its KV cache
+grow from turn to turn.
+
+Shapes: R slots, T tokens, S cache positions, D hidden size, H' key-value heads of size E.
+    python rollout.py [--model NAME]       samples a response to one prompt with both engines
 """
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -21,108 +26,187 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import (all_full, choose, excess_error, float32_logits, in_float32, load,
-                   make_batch, micro_batches, restricted_log_softmax)
+from model import (ActorCritic, excess_error, float32_logits, in_float32, load, make_batch,
+                   micro_batches, restricted_log_softmax, sample_token, uses_full_attention)
 
-# ------------------------------------------------------------------------ the kv engine's state
+# ----------------------------------------------------------------- the decode state, on the device
 
-class Layer:
-    """Keys and values of one layer, (R, H', S + 1, E); padding writes to the last position."""
+class LayerCache:
+    """Keys and values of one layer, (R, H', S + 1, E). Padding is written to the last position."""
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        self.write = self.span = self.read = None  # Sampler.forward says where to
+        self.write = self.span = self.read = None  # set by DecodeState.forward
 
     def update(self, k, v, *args, **kwargs):
-        """Writes k, v (R, H', T, E) where `forward` said -> keys and values to attend to."""
-        row, at = self.write  # they broadcast to (R, T)
-        # through keys.transpose(1, 2)[row, at], the compiled step would copy the whole cache
-        self.keys[row, :, at] = k.transpose(1, 2)
-        self.values[row, :, at] = v.transpose(1, 2)
-        if not self.span:  # the rows are new
+        """Writes k, v (R, H', T, E) where `forward` said -> the keys and values to attend to."""
+        slot, position = self.write  # they broadcast to (R, T)
+        # indexing keys.transpose(1, 2) instead would make the compiled step copy the whole cache
+        self.keys[slot, :, position] = k.transpose(1, 2)
+        self.values[slot, :, position] = v.transpose(1, 2)
+        if not self.span:  # new sequences: all they attend to is in k and v
             return k, v
-        rows = slice(len(k)) if self.read is None else self.read
-        return self.keys[rows, :, :self.span], self.values[rows, :, :self.span]
+        slots = slice(len(k)) if self.read is None else self.read
+        return self.keys[slots, :, :self.span], self.values[slots, :, :self.span]
 
 
-class Rows:
-    """Many sequences side by side on the device, a row each, every row with its own length: keys
-    and values, and what a decoding step reads and writes. The model takes it for its cache, so it
-    speaks the part of transformers' cache that decoders use."""
+class DecodeState:
+    """What is on the device: for each slot a sequence of its own length, its KV cache, and what a
+    decoding step reads and writes. Nothing here waits for the device, so that a step can be
+    captured as a CUDA graph. The model takes this object for its cache, so it has those methods of
+    transformers' cache that decoders call."""
 
-    STATE = ("hidden", "at", "count", "going", "u", "tokens", "logp", "p")
+    TENSORS = ("hidden", "position", "num_generated", "active", "uniforms", "tokens", "logp", "p")
 
-    def __init__(self, layers, hidden, max_new):
-        """No row yet; shapes, dtype and device are those of a model's cache layers and states."""
-        self.layers = [Layer(x.keys[:0, :, :1], x.values[:0, :, :1]) for x in layers]
-        self.longest = 0  # S
-        self.hidden = hidden.new_zeros(0, hidden.shape[-1])  # (R, D) at the last token
-        self.at = hidden.new_zeros(0, dtype=torch.long)  # (R,) the position of the next token
-        self.count = hidden.new_zeros(0, dtype=torch.long)  # (R,) tokens drawn
-        self.going = hidden.new_zeros(0, dtype=torch.bool)  # (R,) whether open rows go on
-        # a column for each token, and a last one that serves rows that have ended
-        self.u = hidden.new_zeros(0, max_new + 1, dtype=torch.float32)  # the uniform numbers
-        self.tokens = hidden.new_zeros(0, max_new + 1, dtype=torch.long)
-        self.logp = hidden.new_zeros(0, max_new + 1, dtype=torch.float32)
-        self.p = hidden.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
+    def __init__(self, lm, max_new_tokens, temperature, is_stop):
+        """No slots yet; dtypes and shapes are taken from a forward pass of the model."""
+        self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
+        self.is_stop = is_stop  # (vocabulary,)
+        self.backbone = lm.model.base_model
+        out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
+        self.cache_name = "cache" if "cache" in out else "past_key_values"  # since 5.24 the first
+        self.layers = [LayerCache(layer.keys[:0, :, :1], layer.values[:0, :, :1])
+                       for layer in out[self.cache_name].layers]
+        self.max_length = 0  # S
+        like = out.last_hidden_state
+        self.hidden = like.new_zeros(0, like.shape[-1])  # (R, D) at the last token
+        self.position = like.new_zeros(0, dtype=torch.long)  # (R,) of the next token
+        self.num_generated = like.new_zeros(0, dtype=torch.long)  # (R,)
+        self.active = like.new_zeros(0, dtype=torch.bool)  # (R,) whether the response goes on
+        # one column per token, and a last one for finished slots
+        self.uniforms = like.new_zeros(0, max_new_tokens + 1, dtype=torch.float32)
+        self.tokens = like.new_zeros(0, max_new_tokens + 1, dtype=torch.long)
+        self.logp = like.new_zeros(0, max_new_tokens + 1, dtype=torch.float32)
+        self.p = like.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
 
-    def grow(self, rows, longest):
-        """Makes room for so many rows of that length, and keeps what there is."""
-        more = rows - len(self.at)
-        longer = longest - self.longest
-        for layer in self.layers:  # one by one, so that only one exists twice
+    def resize(self, slots: int, max_length: int) -> None:
+        """Grows to so many slots of that length and keeps the contents."""
+        more, longer = slots - len(self.position), max_length - self.max_length
+        for layer in self.layers:  # one at a time, so that only one layer exists twice
             layer.keys = F.pad(layer.keys, (0, 0, 0, longer, 0, 0, 0, more))
             layer.values = F.pad(layer.values, (0, 0, 0, longer, 0, 0, 0, more))
-        for name in self.STATE:
+        for name in self.TENSORS:
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
-        self.longest = longest
+        self.max_length = max_length
 
-    def copy(self, moves, span):
-        """Of each (target, source), row target becomes what row source is, up to position span."""
-        target, source = sent(moves, self.at.device).T
+    def copy_slots(self, moves: list[tuple[int, int]], span: int) -> None:
+        """For every (target, source), copies slot source to slot target, up to position span."""
+        target, source = to_device_async(moves, self.position.device).T
         for layer in self.layers:
             for x in (layer.keys, layer.values):
                 x[target, :, :span] = x[source, :, :span]
-        for name in self.STATE:
+        for name in self.TENSORS:
             getattr(self, name)[target] = getattr(self, name)[source]
 
+    def start(self, ids, slot, start, length, uniforms, span) -> None:
+        """Prefill: encodes new tokens and makes their slots active. ids (R, T), padded on the
+        right; slot, start, length (R,): the first `length` tokens of a row go to positions start,
+        start + 1, ... of its slot."""
+        column = torch.arange(ids.shape[1], device=ids.device)
+        position = torch.where(column < length[:, None], start[:, None] + column, self.max_length)
+        hidden = self.forward(ids, position, span, slot)
+        hidden = hidden[torch.arange(len(ids), device=ids.device), length - 1]
+        self.uniforms[slot, :-1] = uniforms
+        self.position[slot] = start + length
+        self.hidden[slot] = hidden
+        self.num_generated.index_fill_(0, slot, 0)  # index_fill_ needs no copy from the host
+        self.active.index_fill_(0, slot, True)
+        self.p[slot, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
+
+    def sample(self, n: int) -> torch.Tensor:
+        """Draws a token for each of the first n slots, and records it and its log-prob -> (n,)."""
+        column = torch.where(self.active[:n], self.num_generated[:n], self.max_new_tokens)[:, None]
+        u = self.uniforms[:n].gather(1, column)[:, 0]
+        logits = float32_logits(self.hidden[:n], self.lm.head)
+        token, logp = sample_token(logits, u, self.lm.value_index, self.temperature)
+        self.tokens[:n].scatter_(1, column, token[:, None])
+        self.logp[:n].scatter_(1, column, logp[:, None])
+        return token
+
+    def forward(self, ids, position, span, slots=None) -> torch.Tensor:
+        """Runs ids (R, T) at their positions (R, T) through the model, in `slots` (R,) or in the
+        first R, which needs no copy of the cache -> hidden states (R, T, D). A token attends to its
+        own slot up to itself. The cache is read up to position `span`; 0: the slots are new."""
+        index = torch.arange(len(ids), device=ids.device) if slots is None else slots
+        for layer in self.layers:
+            layer.write, layer.span, layer.read = (index[:, None], position), span, slots
+        if span:
+            unseen = torch.arange(span, device=ids.device) > position[:, None, :, None]
+            zeros = torch.zeros(unseen.shape, dtype=self.hidden.dtype, device=ids.device)
+            mask = zeros.masked_fill(unseen, float("-inf"))
+        else:
+            mask = self.lm.causal(ids).get("attention_mask")
+        # padding is at position S, which may be more than the model has; any valid one will do
+        position_ids = position % min(self.max_length, self.lm.max_length)
+        return self.backbone(input_ids=ids, position_ids=position_ids, attention_mask=mask,
+                             use_cache=True, **{self.cache_name: self}).last_hidden_state
+
+    def update_state(self, n: int, token: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Advances the first n slots by their tokens (n,), whose hidden states (n, D) the model has
+        computed, and ends those whose response is complete."""
+        active, num_generated = self.active[:n], self.num_generated[:n]
+        self.hidden[:n] = hidden
+        self.position[:n] += active
+        num_generated += active
+        ended = active & (self.is_stop[token] | (num_generated == self.max_new_tokens))
+        p_q = self.lm.readout(hidden)  # SAPO: Q costs two dot products, and to run the last token
+        self.p[:n, 1] = torch.where(ended, p_q, self.p[:n, 1])
+        active &= ~ended
+
+    # ---- what decoders call of transformers' cache
     def update(self, k, v, layer_idx, *args, **kwargs):
         return self.layers[layer_idx].update(k, v)
 
     def get_seq_length(self, layer_idx=0):
-        return 0  # it is asked for where positions are not given, and they always are
+        return 0  # only asked for where no position_ids are given, and they always are
 
 
-def sent(numbers, device):
-    """Numbers of the host as a tensor on the device, without a wait for what that has yet to do."""
+def to_device_async(numbers, device) -> torch.Tensor:
+    """Numbers from the host as a tensor on the device, without waiting for the device."""
     x = torch.as_tensor(numbers)
     return (x.pin_memory() if torch.cuda.is_available() else x).to(device, non_blocking=True)
 
 
-# ------------------------------------------------------------------------------------ the sampler
+# --------------------------------------------------------------------- the scheduler, on the host
 
 class Response(NamedTuple):
     ids: list  # the tokens the policy chose, the stop token included
-    logp: list  # their log-probs, Eq. 3, at the sampling temperature (greedy: at 1)
-    v: float  # V before the first of them, in units of return (Eq. 2)
-    q: float  # Q after the last
+    logp: list  # their log-probs, Eq. 3, at the sampling temperature (at 1 if that is 0)
+    v: float  # V before the first token, in units of return (Eq. 2)
+    q: float  # Q after the last token
 
 
 class Sampler:
-    """Draws responses of lm, a model.ActorCritic, to sequences of ids, each by its own uniforms u.
+    """Samples responses of an ActorCritic to token sequences. It schedules them over the slots of a
+    DecodeState, and never waits for the slowest: as soon as a response is complete, its slot can
+    take the next sequence (continuous batching). Slots [0, num_active) are decoded.
 
-    In context "window" a sequence is forgotten when its response has ended; in "full" its cache is
-    kept, and the next sequence under that name begins with it and its response. max_new: tokens
-    a response may have; limit: tokens a sequence may have, the smaller of max_prompt and what the
-    model leaves beside a response. ValueError where kv cannot serve the model: its answers are
-    compared with plain passes of the model, unless `check` is False because that has been done."""
+        add(name, ids)                    the sequence waits
+          |
+          |  prefill: allocate a slot, encode the new tokens
+          v
+        active  <---+                     decoding: one token per step
+          |   |_____|
+          |  stop token, or max_new_tokens are reached
+          v
+        finished                          padding, until the host has read a snapshot
+          |
+          |  pop_finished: hand out the Response, compact the active slots
+          v
+        "window": free;   "full": idle, with its KV cache, until the conversation is
+                          continued by add(name, longer ids), or drop(name) frees the slot
 
-    def __init__(self, lm, engine="kv", context="window", max_new=512, temperature=1.0,
-                 compile=False, max_prompt=None, check=True):
+    max_new_tokens: the maximum length of a response. limit: the maximum length of a sequence, the
+    smaller of max_prompt and what the model's context leaves for it. ValueError where the kv engine
+    does not support a model: it is compared with plain forward passes, unless check=False."""
+
+    def __init__(self, lm: ActorCritic, engine: str = "kv", context: str = "window",
+                 max_new_tokens: int = 512, temperature: float = 1.0, compile: bool = False,
+                 max_prompt: int | None = None, check: bool = True):
         self.lm, self.engine, self.context = lm, engine, context
-        self.max_new, self.temperature = max_new, temperature
-        self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new)
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new_tokens)
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
         self.tokens_encoded = self.tokens_sampled = self.steps = 0
@@ -130,260 +214,230 @@ class Sampler:
         if engine == "kv":
             self.set_up(lm.device.type == "cuda", compile, check)
 
-    @property
-    def busy(self):
-        """How many sequences have not got their responses yet."""
-        return len(self.added) + self.open
-
-    def add(self, name, sequence, u=None):
-        """Queues a list of ids under a name that is not busy; u: max_new uniforms, of which greedy
-        decoding needs none. ValueError: what is wrong."""
-        if name is None or name in self.names[:self.open] or name in [n for n, *_ in self.added]:
-            raise ValueError(f"the name {name!r} is " + (
-                "no name" if name is None else "of a sequence that has no response yet"))
+    # ---- what the caller uses
+    def add(self, name, sequence: list[int], uniforms=None) -> None:
+        """Queues a sequence of token ids. `name` must not be in use by a sequence that still waits
+        for its response. uniforms: max_new_tokens random numbers in [0, 1), which greedy decoding
+        does not need. ValueError: what is wrong with the arguments."""
+        unanswered = self.slots[:self.num_active] + [waiting for waiting, *_ in self.added]
+        if name is None or name in unanswered:
+            raise ValueError("None is not a valid name" if name is None else
+                             f"the sequence named {name!r} has no response yet")
         if isinstance(sequence, str) or not all(isinstance(i, int) for i in sequence):
-            raise ValueError("a sequence is a list of ids (int), which lm.chat.prompt(text) makes")
+            raise ValueError("a sequence must be a list of token ids (int); "
+                             "lm.chat.encode_user_turn(text) makes one")
         if not 0 < len(sequence) <= self.limit:
-            raise ValueError(f"a sequence of {len(sequence)} tokens, where 1 to {self.limit} fit")
+            raise ValueError(f"a sequence has {len(sequence)} tokens; 1 to {self.limit} fit")
         if not 0 <= min(sequence) <= max(sequence) < len(self.is_stop):
-            raise ValueError(f"ids from {min(sequence)} to {max(sequence)}, where the model has "
+            raise ValueError(f"token ids from {min(sequence)} to {max(sequence)}; the model has "
                              f"those from 0 to {len(self.is_stop) - 1}")
-        asked, answered = self.asked.get(name, []), self.answered.get(name, [])
-        if sequence[:len(asked)] != asked or 0 < len(asked + answered) >= len(sequence):
-            raise ValueError(f"{name!r} has a conversation of {len(asked + answered)} tokens, and "
-                             "the sequence does not go on with it: drop(name) forgets it")
-        if u is None and self.temperature == 0:
-            u = [0.0] * self.max_new
-        if u is None or len(u) != self.max_new:
-            raise ValueError(f"{self.max_new} uniform numbers are due, one for each token of a "
-                             "response; generate(prompts, seed) makes them")
-        self.added.append((name, sequence, np.asarray(u, dtype=np.float32)))
+        prompt, response = self.prompts.get(name, []), self.responses.get(name, [])
+        if sequence[:len(prompt)] != prompt or 0 < len(prompt + response) >= len(sequence):
+            raise ValueError(f"{name!r} has a conversation of {len(prompt + response)} tokens, "
+                             "which this sequence does not continue; drop(name) forgets it")
+        if uniforms is None and self.temperature == 0:
+            uniforms = [0.0] * self.max_new_tokens
+        if uniforms is None or len(uniforms) != self.max_new_tokens:
+            raise ValueError(f"add() needs {self.max_new_tokens} uniform random numbers, one for "
+                             "each token of a response; generate(prompts, seed) makes them itself")
+        self.added.append((name, sequence, np.asarray(uniforms, dtype=np.float32)))
 
-    def generate(self, prompts, seed=0):
-        """The common case: prompts, each a user's message or a list of ids -> a Response each."""
-        ids = [self.lm.chat.prompt(p) if isinstance(p, str) else [*p] for p in prompts]
-        u = [uniforms((seed,), n, 0, self.max_new) for n in range(len(ids))]
+    def generate(self, prompts: list, seed: int = 0) -> list[Response]:
+        """The common case: prompts, each a user message or a list of token ids -> a Response each.
+        """
+        ids = [self.lm.chat.encode_user_turn(p) if isinstance(p, str) else [*p] for p in prompts]
+        u = [uniform_numbers((seed,), n, 0, self.max_new_tokens) for n in range(len(ids))]
         self.forget()
         return self(range(len(ids)), ids, u)
 
     @torch.no_grad()
-    def run(self, steps=None):
-        """-> [(name, Response)] when some have ended or after so many steps; hf: of all."""
+    def run(self, steps: int | None = None) -> list:
+        """Decodes until some responses are complete, or for about so many steps, and returns the
+        complete ones as [(name, Response)]. The hf engine completes all of them."""
         if not self.busy:
             return []
-        ended = generate(self) if self.engine == "hf" else self.kv(steps or self.max_new)
-        self.tokens_sampled += sum(len(response.ids) for _, response in ended)
-        return ended
+        finished = (generate_with_hf(self) if self.engine == "hf"
+                    else self.decode(steps or self.max_new_tokens))
+        self.tokens_sampled += sum(len(response.ids) for _, response in finished)
+        return finished
 
-    def __call__(self, names, sequences, u):
-        """A whole batch -> a Response each."""
-        if not len(names) == len(sequences) == len(u):
-            raise ValueError(f"{len(names)} names, {len(sequences)} sequences and {len(u)} rows of "
-                             "uniform numbers")
-        for row in zip(names, sequences, u):
+    def __call__(self, names, sequences, uniforms) -> list[Response]:
+        """A whole batch at once -> the responses, in order."""
+        if not len(names) == len(sequences) == len(uniforms):
+            raise ValueError(f"{len(names)} names, {len(sequences)} sequences and {len(uniforms)} "
+                             "rows of random numbers")
+        for row in zip(names, sequences, uniforms):
             self.add(*row)
         responses = {}
         while self.busy:
             responses |= dict(self.run())
         return [responses[name] for name in names]
 
-    def forget(self):
-        """Forgets all sequences, as is due when weights change. The rows keep their memory."""
-        self.added = []
-        self.asked, self.answered = {}, {}  # in "full", of each name what its row holds
-        self.open = 0  # rows [0, open) are being decoded
-        self.names = []  # the caller's key of each row, None where the row is free
-        self.length = {}  # name: tokens in its row's cache; an upper bound while it is decoded
-        self.looks = []  # that are not read yet
+    @property
+    def busy(self) -> int:
+        """How many sequences have no response yet."""
+        return len(self.added) + self.num_active
 
-    def drop(self, name):
-        """Forgets a conversation that is over; one that is being answered stays."""
-        if name in self.names[self.open:]:
-            self.names[self.names.index(name)] = None
-            del self.asked[name], self.answered[name]
+    def forget(self) -> None:
+        """Forgets all sequences, which is necessary when the weights change. Keeps the memory."""
+        self.added = []  # waiting for a slot: (name, sequence, uniforms)
+        self.prompts, self.responses = {}, {}  # in "full", what is cached of each conversation
+        self.num_active = 0
+        self.slots = []  # the name of the sequence in each slot; None: the slot is free
+        self.length = {}  # by name: tokens in the cache; an upper bound while it is decoded
+        self.snapshots = []  # not yet read by the host
 
-    # ---- the kv engine admits sequences, takes steps, hands out what has ended
-    def kv(self, steps):
-        """Encodes what was added, then decodes until a row has ended, for about `steps` at most."""
+    def drop(self, name) -> None:
+        """Forgets a conversation that is over. One that is being decoded stays."""
+        if name in self.slots[self.num_active:]:
+            self.slots[self.slots.index(name)] = None
+            del self.prompts[name], self.responses[name]
+
+    # ---- the kv engine: prefill, decode, hand out what is finished
+    def decode(self, steps):
+        """Encodes what was added, then decodes until a response is finished or for about `steps`
+        steps. On a GPU, the host reads the snapshot before the last one, so it never waits."""
         if self.added:
             self.prefill()
-        for _ in range(0, steps, self.stride):
-            for _ in range(self.stride):
+        for _ in range(0, steps, self.sync_interval):
+            for _ in range(self.sync_interval):
                 self.step()
-            self.looks.append(self.look())
-            if len(self.looks) > self.late and (ended := self.collect(*self.looks.pop(0))):
-                return ended
+            self.snapshots.append(self.snapshot())
+            if len(self.snapshots) > self.lag and (finished := self.pop_finished()):
+                return finished
         return []
 
     def prefill(self):
-        """Encodes what is new of the sequences that were added, and opens their rows."""
-        new = [self.place(*added) for added in self.added]
-        longest = max(start + len(ids) for ids, _, start, _ in new) + self.max_new
-        self.reserve(len(self.names), longest)
-        for chunk in micro_batches(new, self.budget):
+        """Gives slots to the sequences that were added, and encodes what is new of them."""
+        new = [self.allocate_slot(*added) for added in self.added]
+        longest = max(start + len(ids) for ids, _, start, _ in new) + self.max_new_tokens
+        self.ensure_capacity(len(self.slots), longest)
+        for chunk in micro_batches(new, self.prefill_tokens):
             self.encode(chunk)
         self.added = []
         self.tokens_encoded += sum(len(ids) for ids, *_ in new)
-        self.settle([*range(self.open), *(i for _, i, *_ in new)])
+        self.compact([*range(self.num_active), *(slot for _, slot, *_ in new)])
 
-    def place(self, name, sequence, u):
-        """Gives a sequence a row, its own if it has one -> (new ids, row, their position, u). A
-        response that was changed afterwards, by encoding its text again, is new."""
-        if name not in self.names:
-            if None not in self.names:
-                self.names.append(None)
-            self.names[self.names.index(None)] = name
+    def allocate_slot(self, name, sequence, uniforms):
+        """Gives a sequence a slot, its own if it is a conversation that goes on -> (new ids, slot,
+        their position, uniforms). The response may have been changed, for example by encoding its
+        text again; then it is encoded from the first change on."""
+        if name not in self.slots:
+            if None not in self.slots:
+                self.slots.append(None)
+            self.slots[self.slots.index(None)] = name
             self.length[name] = 0
-        answered = self.answered.get(name, [])
-        start = self.length[name] - len(answered)
-        for old, new in zip(answered, sequence[start:]):
-            if old != new:
+        response = self.responses.get(name, [])
+        start = self.length[name] - len(response)
+        for cached, new in zip(response, sequence[start:]):
+            if cached != new:
                 break
             start += 1
         self.length[name] = len(sequence)
         if self.context == "full":
-            self.asked[name] = [*sequence]  # the caller's list may grow
-        return sequence[start:], self.names.index(name), start, u
+            self.prompts[name] = [*sequence]  # a copy: the caller's list may grow
+        return sequence[start:], self.slots.index(name), start, uniforms
 
     def encode(self, chunk):
-        """One forward pass over [(ids, row, start, u)], which fills their rows."""
+        """One forward pass over [(ids, slot, start, uniforms)], which makes the slots active."""
         if self.gpu and len(chunk) == 1:
-            chunk = chunk * 2  # a single row would be compiled once more
-        rows, device = self.rows, self.lm.device
-        new, index, start, u = zip(*chunk)
+            chunk = chunk * 2  # a batch of one would be compiled separately
+        device = self.lm.device
+        new, slot, start, uniforms = zip(*chunk)
         length = [len(ids) for ids in new]
         span = max(map(sum, zip(start, length))) if any(start) else 0
-        _, span = self.bucket(1, span)
-        ids = sent(pad_sequence([torch.tensor(x) for x in new], batch_first=True), device)
-        index, start, length = sent([index, start, length], device)
-        column = torch.arange(ids.shape[1], device=device)
-        at = torch.where(column < length[:, None], start[:, None] + column, rows.longest)
-        hidden = self.forward(ids, at, span, index)
-        hidden = hidden[torch.arange(len(chunk), device=device), length - 1]
-        rows.u[index, :-1] = sent(np.stack(u), device)
-        rows.at[index] = start + length
-        rows.hidden[index] = hidden
-        rows.count.index_fill_(0, index, 0)  # an assignment would copy the number to the device
-        rows.going.index_fill_(0, index, True)
-        rows.p[index, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
+        _, span = self.round_up(1, span)
+        ids = pad_sequence([torch.tensor(x) for x in new], batch_first=True)
+        ids = to_device_async(ids, device)
+        slot, start, length = to_device_async([slot, start, length], device)
+        uniforms = to_device_async(np.stack(uniforms), device)
+        self.state.start(ids, slot, start, length, uniforms, span)
 
     def step(self):
-        """Draws one token for every open row."""
-        for name in self.names[:self.open]:
+        """One decoding step for all active slots."""
+        for name in self.slots[:self.num_active]:
             self.length[name] += 1
-        longest = max(self.length[name] for name in self.names[:self.open])
-        self.decoder(*self.bucket(self.open, min(longest, self.rows.longest)))
+        longest = max(self.length[name] for name in self.slots[:self.num_active])
+        self.decoder(*self.round_up(self.num_active, min(longest, self.state.max_length)))
         self.steps += 1
 
-    def decode_one_token(self, n, span):
-        """Rows [0, n): draws a token, runs it through the model, and reads Q where it was the last.
-        Rows that have ended are computed for nothing. The host reads nothing: CUDA graphs."""
-        token = self.draw_tokens(n)
-        hidden = self.forward(token[:, None], self.rows.at[:n, None], span)[:, 0]
-        self.note_tokens(n, token, hidden)
+    def decode_one_token(self, n: int, span: int) -> None:
+        """Samples a token for each of the first n slots, runs it through the model, and reads Q
+        where it was the last. Finished slots among them are padding. There is no host sync, so the
+        step can be captured."""
+        token = self.state.sample(n)
+        hidden = self.state.forward(token[:, None], self.state.position[:n, None], span)[:, 0]
+        self.state.update_state(n, token, hidden)
 
-    def draw_tokens(self, n):
-        """Chooses a token for each row and writes it and its log-prob down -> (n,)."""
-        rows, lm = self.rows, self.lm
-        column = torch.where(rows.going[:n], rows.count[:n], self.max_new)[:, None]
-        u = rows.u[:n].gather(1, column)[:, 0]
-        logits = float32_logits(rows.hidden[:n], lm.head)
-        token, logp = choose(logits, u, lm.value_index, self.temperature)
-        rows.tokens[:n].scatter_(1, column, token[:, None])
-        rows.logp[:n].scatter_(1, column, logp[:, None])
-        return token
+    def snapshot(self):
+        """Copies the state of the active slots to the host -> (their names, the copies, the CUDA
+        event after which the copies are complete)."""
+        state, n = self.state, self.num_active
+        tensors = (state.active, state.num_generated, state.position, state.tokens, state.logp,
+                   self.lm.r_max * state.p)
+        copies = [x[:n].to("cpu", non_blocking=True, copy=self.lag > 0) for x in tensors]
+        if not state.hidden.is_cuda:
+            return self.slots[:n], copies, None
+        return self.slots[:n], copies, torch.cuda.current_stream(self.lm.device).record_event()
 
-    def note_tokens(self, n, token, hidden):
-        """Moves the rows on by their tokens, and ends those that are over."""
-        rows = self.rows
-        going, count = rows.going[:n], rows.count[:n]
-        rows.hidden[:n] = hidden
-        rows.at[:n] += going
-        count += going
-        ended = going & (self.is_stop[token] | (count == self.max_new))
-        p_q = self.lm.readout(hidden)  # SAPO: Q costs two dot products, and to run the last token
-        rows.p[:n, 1] = torch.where(ended, p_q, rows.p[:n, 1])
-        going &= ~ended
-
-    def forward(self, ids, at, span, rows=None):
-        """ids and their positions `at`, (R, T) each, in `rows` (R,) or in the first R, which need
-        no copy -> hidden states (R, T, D). A token sees its own row up to itself; with span 0 the
-        row is new, and else it is read up to position span."""
-        cache = self.rows
-        index = torch.arange(len(ids), device=at.device) if rows is None else rows
-        for layer in cache.layers:
-            layer.write, layer.span, layer.read = (index[:, None], at), span, rows
-        if span:
-            unseen = torch.arange(span, device=at.device) > at[:, None, :, None]
-            zeros = torch.zeros(unseen.shape, dtype=cache.hidden.dtype, device=at.device)
-            mask = zeros.masked_fill(unseen, float("-inf"))
-        else:
-            mask = self.lm.causal(ids).get("attention_mask")
-        real = at % min(cache.longest, self.lm.max_length)  # padding, at S, may have any place
-        return self.body(input_ids=ids, position_ids=real, attention_mask=mask, use_cache=True,
-                         **{self.cache_name: cache}).last_hidden_state
-
-    def look(self):
-        """-> names and columns of the open rows, and the CUDA event after which they are there."""
-        rows, n = self.rows, self.open
-        columns = rows.going, rows.count, rows.at, rows.tokens, rows.logp, self.lm.r_max * rows.p
-        columns = [x[:n].to("cpu", non_blocking=True, copy=self.late > 0) for x in columns]
-        stream = torch.cuda.current_stream(rows.at.device) if rows.at.is_cuda else None
-        return self.names[:n], columns, stream and stream.record_event()
-
-    def collect(self, names, columns, event):
-        """-> [(name, Response)] of the rows that had ended at a look; the others move up."""
+    def pop_finished(self):
+        """-> [(name, Response)] of the slots that are finished in the oldest snapshot. The other
+        active slots move up."""
+        names, (active, num_generated, position, tokens, logp, value), event = self.snapshots.pop(0)
         if event:
             event.synchronize()
-        going, count, at, tokens, logp, value = columns
-        responses = []
-        keep = dict.fromkeys(range(self.open))
-        for i, (name, goes_on) in enumerate(zip(names, going.tolist())):
-            if goes_on or name is None:
+        finished = []
+        keep = dict.fromkeys(range(self.num_active))
+        for i, (name, is_active) in enumerate(zip(names, active.tolist())):
+            if is_active or name is None:
                 continue
-            n = count[i].item()
+            n = num_generated[i].item()
             v, q = value[i].tolist()
-            responses.append((name, Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)))
-            self.length[name] = at[i].item()
-            row = self.names.index(name)
-            del keep[row]
+            response = Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)
+            finished.append((name, response))
+            self.length[name] = position[i].item()
+            slot = self.slots.index(name)
+            del keep[slot]
             if self.context == "window":
-                self.names[row] = None
+                self.slots[slot] = None
             else:
-                self.answered[name] = responses[-1][1].ids
-            for later, *_ in self.looks:  # they show this row too
+                self.responses[name] = response.ids
+            for later, *_ in self.snapshots:  # they show this slot as finished, too
                 later[later.index(name)] = None
-        if responses:
-            self.settle([*keep])
-        return responses
+        if finished:
+            self.compact([*keep])
+        return finished
 
-    # ---- where rows lie, and how large they are
-    def settle(self, keep):
-        """Brings the rows `keep` to the front; idle conversations there take the places left."""
-        self.open = len(keep)
+    # ---- where sequences are, and how large the decode state is
+    def compact(self, keep):
+        """Moves the slots `keep` to the front; what was there takes the places left behind."""
+        self.num_active = len(keep)
         moves = []
-        gaps = sorted(set(range(self.open)) - set(keep))
-        for gap, behind in zip(gaps, [i for i in keep if i >= self.open]):
-            self.names[gap], self.names[behind] = self.names[behind], self.names[gap]
+        gaps = sorted(set(range(self.num_active)) - set(keep))
+        for gap, behind in zip(gaps, [i for i in keep if i >= self.num_active]):
+            self.slots[gap], self.slots[behind] = self.slots[behind], self.slots[gap]
             moves.append((gap, behind))
-            if self.names[behind] is not None:
+            if self.slots[behind] is not None:
                 moves.append((behind, gap))
         if moves:
-            self.rows.copy(moves, max(self.length[self.names[target]] for target, _ in moves))
+            span = max(self.length[self.slots[target]] for target, _ in moves)
+            self.state.copy_slots(moves, span)
 
-    def reserve(self, rows, longest):
-        """Makes room for so many rows of that length."""
-        had = self.rows
-        if self.context == "full" and longest > had.longest:
-            # by half, because a conversation that grows at every turn would be copied every time
-            longest = max(longest, min(had.longest * 3 // 2, self.limit + self.max_new))
-        size = self.bucket(max(rows, len(had.at)), max(longest, had.longest))
-        if size != (len(had.at), had.longest):
-            had.grow(*size)
-            self.decoder = self.new_decoder()  # what was captured points to where the rows were
+    def ensure_capacity(self, slots, longest):
+        """Makes room for so many slots of that length."""
+        state = self.state
+        had = len(state.position), state.max_length
+        if self.context == "full" and longest > state.max_length:
+            # grow by half: conversations grow at every turn, and each time the cache is copied
+            longest = max(longest, min(state.max_length * 3 // 2, self.limit + self.max_new_tokens))
+        size = self.round_up(max(slots, had[0]), max(longest, had[1]))
+        if size != had:
+            state.resize(*size)
+            self.decoder = self.make_decoder()  # captured graphs hold the old addresses
 
-    def bucket(self, n, span):
-        """On a GPU, both rounded up: fewer graphs to capture, never one row alone, even masks."""
+    def round_up(self, n, span):
+        """On a GPU, rounds numbers of slots and positions up, so that there are few sizes to
+        capture, never a batch of one, and aligned masks."""
         if not self.gpu:
             return n, span
         step = 2 if n <= 2 else 4 if n <= 16 else 16
@@ -393,86 +447,86 @@ class Sampler:
     # ---- how it computes
     @torch.no_grad()
     def set_up(self, gpu, compile, check):
-        """Makes rows of the shapes of the model's own cache, chooses the fastest way to compute
-        that gives right answers, and remembers it in lm.fastest."""
+        """Makes the decode state and chooses the fastest mode, of CUDA graphs and torch.compile,
+        that gives right results. lm.sampling_modes remembers it."""
         self.gpu = gpu
-        self.stride = 4 if gpu else 1  # steps between looks
-        self.late = 1 if gpu else 0  # the host reads what was there a look ago, and never waits
-        self.budget = 16384 if gpu else 2048  # padded tokens of a prefill's forward pass
-        self.body = body = self.lm.model.base_model
-        self.new_decoder = lambda: self.decode_one_token
+        self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
+        self.lag = 1 if gpu else 0  # how many snapshots the host is behind
+        self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
+        self.make_decoder = lambda: self.decode_one_token
+        backbone = self.lm.model.base_model
         try:
-            rope = str(getattr(body.config, "rope_parameters", ""))
-            if not all_full(body) or "'dynamic'" in rope or "'longrope'" in rope:
-                raise ValueError("not every layer attends to all that came before, or positions "
-                                 "depend on length")
-            theirs = body(input_ids=torch.tensor([[0]], device=self.lm.device), use_cache=True)
-            # transformers has had the first name since 5.24
-            self.cache_name = "cache" if "cache" in theirs else "past_key_values"
-            self.rows = Rows(theirs[self.cache_name].layers, theirs.last_hidden_state, self.max_new)
-            compare = check_against_reference if check else lambda sampler: ""
-            self.decoder, way = self.new_decoder(), (False, False)
+            rope = str(getattr(backbone.config, "rope_parameters", ""))
+            if not uses_full_attention(backbone) or "'dynamic'" in rope or "'longrope'" in rope:
+                raise ValueError("not every layer attends to all previous tokens, or the rotary "
+                                 "embedding depends on the sequence length")
+            self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
+            self.decoder, mode = self.make_decoder(), (False, False)
+            find_error = check_against_reference if check else lambda sampler: ""
             if gpu or compile:
-                from machine.fast import accelerate
-                ways = [(gpu, compile), (gpu, False), (False, compile), way]
+                from runtime.compile import select_mode
+                modes = [(gpu, compile), (gpu, False), (False, compile), mode]
                 if not check:
-                    ways = [self.lm.fastest.get((self.context, compile), ways[0])]
-                way = accelerate(self, compare, ways)
-            elif why := compare(self):
-                raise ValueError(why)
+                    modes = [self.lm.sampling_modes.get((self.context, compile), modes[0])]
+                mode = select_mode(self, find_error, modes)
+            elif error := find_error(self):
+                raise ValueError(error)
             if check:
-                self.lm.fastest[self.context, compile] = way
+                self.lm.sampling_modes[self.context, compile] = mode
         except (ValueError, AttributeError, TypeError, LookupError) as error:
-            why = "" if isinstance(error, ValueError) else "it needs a cache of its own, "
-            raise ValueError(f"the kv engine cannot serve {type(self.lm.model).__name__}, use "
+            why = "" if isinstance(error, ValueError) else "its KV cache has another form; "
+            raise ValueError(f"the kv engine does not support {type(self.lm.model).__name__}, use "
                              f"--engine hf: {why}{error}") from None
 
 
-# ----------------------------------------- the other engine, and a comparison with the model itself
+# ------------------------------------------------------------------- the hf engine: transformers
 
-def generate(sampler):
-    """Responses to all that was added, by Hugging Face's `generate`; V and Q by a scoring pass."""
+def generate_with_hf(sampler: Sampler) -> list:
+    """Responses to all that was added, by Hugging Face generate, with V and Q from a scoring pass.
+    -> [(name, Response)]."""
     lm = sampler.lm
-    names, sequences, u = zip(*sampler.added)
+    names, sequences, uniforms = zip(*sampler.added)
     sampler.added = []
-    u = sent(np.stack(u), lm.device)
-    drawn = []  # of each step the log-probs
+    uniforms = to_device_async(np.stack(uniforms), lm.device)
+    logps = []  # of each step
     ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=-1,
                        padding_side="left").to(lm.device)
-    pad = lm.value_ids[0]  # it fills rows that have ended, and is never drawn itself
+    pad = lm.value_ids[0]  # never sampled, so it marks the end of a finished response
 
-    def draw(input_ids, scores):  # leaves `generate` no choice but the token of `choose`
-        now = u[:, min(len(drawn), sampler.max_new - 1)]  # a GPU runs a step more than it needs
-        token, logp = choose(scores, now, lm.value_index, sampler.temperature)
-        drawn.append(logp)
+    def force_token(input_ids, scores):
+        """A logits processor that leaves only the token drawn by sample_token."""
+        u = uniforms[:, min(len(logps), sampler.max_new_tokens - 1)]  # a GPU runs one step more
+        token, logp = sample_token(scores, u, lm.value_index, sampler.temperature)
+        logps.append(logp)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
 
     model = lm.model
     settings = model.generation_config
     attention = model.config._attn_implementation
-    logits = lm.head.register_forward_hook(  # in float32, as everywhere else
+    in_float32 = lm.head.register_forward_hook(  # logits are float32 everywhere else too
         lambda head, inputs, output: output if output.dtype == torch.float32 else (
             float32_logits(inputs[0].flatten(0, -2), head).view(output.shape)))
     try:
-        # a top-k of its own would change the policy
-        model.generation_config = transformers.GenerationConfig()
-        model.config._attn_implementation = attention.replace("grouped", "sdpa")  # knows padding
+        model.generation_config = transformers.GenerationConfig()  # no top-k, which would change
+        model.config._attn_implementation = attention.replace("grouped", "sdpa")  # the policy
         out = model.generate(
             ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
-            max_new_tokens=sampler.max_new, eos_token_id=list(lm.stop_ids), pad_token_id=pad,
-            logits_processor=transformers.LogitsProcessorList([draw]))
+            max_new_tokens=sampler.max_new_tokens, eos_token_id=list(lm.stop_ids),
+            pad_token_id=pad, logits_processor=transformers.LogitsProcessorList([force_token]))
     finally:
-        logits.remove()
+        in_float32.remove()
         model.generation_config = settings
         model.config._attn_implementation = attention
-    said = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
-    samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, said)]
+    sampled = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
+    samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, sampled)]
     v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
     sampler.tokens_encoded += sum(map(len, sequences))
-    sampler.steps += len(drawn)
-    columns = zip(names, said, torch.stack(drawn, 1).tolist(), v_q.tolist())
-    return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in columns]
+    sampler.steps += len(logps)
+    rows = zip(names, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
+    return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in rows]
 
+
+# --------------------------------------------------- is the kv engine right? checked at the start
 
 CHECK_PROMPTS = (  # of several lengths
     "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1, a fridge 1 "
@@ -485,77 +539,79 @@ CHECK_STEPS = 20  # tokens of each response
 
 
 def check_prompt(lm, text, before=()):
-    """-> ids. A model without a chat template reads the text alone."""
-    return lm.chat.prompt(text, before) if lm.chat else lm.tokenizer(text).input_ids
+    """-> token ids. Without a chat template, they are those of the text alone."""
+    return lm.chat.encode_user_turn(text, before) if lm.chat else lm.tokenizer(text).input_ids
 
 
 @torch.no_grad()
-def check_against_reference(sampler):
-    """Has ordinary prompts answered, in "full" twice in each conversation, and compares log-probs,
-    the choice of tokens, V and Q with plain passes of the model over the whole sequences.
-    -> in words what rounding does not explain, or ""."""
+def check_against_reference(sampler: Sampler) -> str:
+    """Samples responses to CHECK_PROMPTS (in "full", two turns each), and compares log-probs, the
+    choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
+    description of what rounding does not explain, or ""."""
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
     stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
-    steps = min(CHECK_STEPS, sampler.max_new)
-    room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes some more steps
+    steps = min(CHECK_STEPS, sampler.max_new_tokens)
+    room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
     longest = max(len(check_prompt(lm, text)[:room]) for text in CHECK_PROMPTS)
-    sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans of responses, (Response, its u)
+    sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
     rng = np.random.default_rng(0)
     sampler.forget()
-    sampler.reserve(len(CHECK_PROMPTS), rounds * (longest + steps + 8) + sampler.max_new)
-    for layer in sampler.rows.layers:
-        layer.keys.zero_()  # another way may have left NaN
-        layer.values.fill_(1000.0)  # what no token may attend to would show in every answer
+    sampler.ensure_capacity(len(CHECK_PROMPTS),
+                            rounds * (longest + steps + 8) + sampler.max_new_tokens)
+    for layer in sampler.state.layers:
+        layer.keys.zero_()  # the mode tried before may have left NaN
+        layer.values.fill_(1000.0)  # attending to what is not there shows in every result
     try:
-        lm.head.weight[lm.value_index] = readout_rows(lm)
+        lm.head.weight[lm.value_index] = random_readout_rows(lm)
         for _ in range(rounds):
             for name, (ids, *_) in enumerate(sequences):
                 ids += check_prompt(lm, CHECK_PROMPTS[name], ids)[:room]
-                u = rng.random(sampler.max_new, dtype=np.float32)
+                u = rng.random(sampler.max_new_tokens, dtype=np.float32)
                 sequences[name][2].append(u)
                 sampler.added.append((name, [*ids], u))
             sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
-            ended = sampler.run(steps)
-            sampler.is_stop.fill_(True)  # any token ends it
+            finished = sampler.run(steps)
+            sampler.is_stop.fill_(True)  # every token ends it
             while sampler.busy:
-                ended += sampler.run()
-            for name, response in ended:
-                ids, spans, answers = sequences[name]
+                finished += sampler.run()
+            for name, response in finished:
+                ids, spans, responses = sequences[name]
                 spans.append((len(ids), len(ids) + len(response.ids)))
                 ids += response.ids
-                answers[-1] = response, answers[-1][:len(response.ids)]
-        found, plain, exact = readings(sampler, sequences)
+                responses[-1] = response, responses[-1][:len(response.ids)]
+        sampled, plain, exact = measure(sampler, sequences)
     finally:
         lm.head.weight[lm.value_index] = saved_rows
         sampler.is_stop.copy_(stops)
         sampler.forget()
         sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
-    for what in found:
-        if wrong := excess_error(found[what], plain[what], exact[what]):
-            return f"its {what} are off by {wrong[0]:.2g}, where rounding explains {wrong[1]:.2g}"
+    for what in sampled:
+        if excess := excess_error(sampled[what], plain[what], exact[what]):
+            return (f"the error of its {what} is {excess[0]:.2g}, and rounding explains at most "
+                    f"{excess[1]:.2g}")
     return ""
 
 
-def readout_rows(lm):
-    """Random head rows for w+ and w-, (2, D), by which V and Q are about 0.3 R_max. By those of a
-    new model, which are 0, V and Q would be right whatever hidden state they were read from."""
+def random_readout_rows(lm) -> torch.Tensor:
+    """Random head rows for w+ and w-, (2, D), that make V and Q about 0.3 R_max. A new model's are
+    0, with which V and Q would look right whatever hidden state they were read from."""
     ids = torch.tensor([check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
-    hidden = lm.body(ids).float()
+    hidden = lm.hidden_states(ids).float()
     rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
     return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
 
 
-def readings(sampler, sequences):
-    """[(ids, spans of responses, [(Response, its uniforms), ...]), ...] -> three dicts of tensors
-    with the same keys: the sampler's numbers, those of a plain pass, and those of one in float32.
+def measure(sampler, sequences) -> tuple[dict, dict, dict]:
+    """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
+    same keys: the sampler's results, those of a plain pass, and those of a pass in float32.
 
-    A choice of a token is right where u lies in the token's interval of the cumulative
-    distribution. So its error is how far u lies outside of the interval in float32, and the error
-    of a plain pass is how far that moves the end of any interval. At temperature 0 a choice is
-    right where no token is likelier, and log-probs take the place of the intervals' ends."""
+    The choice of a token is right if u is in the token's interval of the cumulative distribution.
+    The sampler's error is how far u is outside of the interval in float32; the error of a plain
+    pass is how much it moves the end of any interval. At temperature 0 the choice is right if no
+    token is likelier, and log-probs take the place of the intervals' ends."""
     lm, temperature = sampler.lm, sampler.temperature
     batch = make_batch([sequence[:2] for sequence in sequences]).to(lm.device)
-    responses, u = zip(*(answer for sequence in sequences for answer in sequence[2]))
+    responses, u = zip(*(pair for sequence in sequences for pair in sequence[2]))
     u = torch.tensor(np.concatenate(u), device=lm.device)  # (M,)
     logp = torch.tensor([x for response in responses for x in response.logp], device=lm.device)
     values = torch.tensor([(response.v, response.q) for response in responses], device=lm.device)
@@ -565,59 +621,66 @@ def readings(sampler, sequences):
         return lm.model.base_model(input_ids=batch.ids, use_cache=False,
                                    **lm.causal(batch.ids)).last_hidden_state
 
-    def distribution(hidden, some):
-        """Tokens' numbers (m,) -> their log-probs (m, W), and the ends of the intervals (m, W)."""
-        before = hidden[batch.token_row[some], batch.token_col[some] - 1]
+    def distribution(hidden, index):
+        """Indices of tokens (m,) -> their log-probs and the ends of the intervals, (m, W)."""
+        before = hidden[batch.token_row[index], batch.token_col[index] - 1]
         logits = float32_logits(before, lm.head) / (temperature or 1)
         logp = restricted_log_softmax(logits, lm.value_index)
         return logp, logp.exp().cumsum(-1) if temperature else logp.clamp(min=-5)
 
-    rounded = hidden_states()
+    hidden_plain = hidden_states()
     with in_float32(lm.model.base_model):
-        wide = hidden_states()
+        hidden_exact = hidden_states()
     parts = []
-    for some in torch.arange(len(token), device=lm.device).split(64):  # of a whole vocabulary each
-        column = token[some, None]
-        plain, plain_ends = distribution(rounded, some)
-        exact, ends = distribution(wide, some)
-        moved = (ends - plain_ends).abs().amax(-1)
-        end, logp_exact = ends.gather(1, column)[:, 0], exact.gather(1, column)[:, 0]
+    for index in torch.arange(len(token), device=lm.device).split(64):  # (64, W) at a time
+        column = token[index, None]
+        logp_plain, ends_plain = distribution(hidden_plain, index)
+        logp_exact, ends = distribution(hidden_exact, index)
+        moved = (ends - ends_plain).abs().amax(-1)
+        end, chosen = ends.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
         outside = ends.amax(-1) - end
         if temperature:
-            outside = torch.maximum(u[some] - end, end - logp_exact.exp() - u[some]).clamp(min=0)
-        parts.append((plain.gather(1, column)[:, 0], logp_exact, outside, moved))
-    plain, exact, outside, moved = map(torch.cat, zip(*parts))
+            outside = torch.maximum(u[index] - end, end - chosen.exp() - u[index]).clamp(min=0)
+        parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, moved))
+    logp_plain, logp_exact, outside, moved = map(torch.cat, zip(*parts))
     value_plain, value_exact = (torch.stack([
         lm.readout(x[batch.row, batch.start - 1]), lm.readout(x[batch.row, batch.end - 1])], 1)
-        for x in (rounded, wide))
+        for x in (hidden_plain, hidden_exact))
     zeros = torch.zeros_like(moved)
     return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
-            {"log-probs": plain, "choices of tokens": moved, "V and Q": value_plain},
-            {"log-probs": exact, "choices of tokens": zeros, "V and Q": value_exact})
+            {"log-probs": logp_plain, "choices of tokens": moved, "V and Q": value_plain},
+            {"log-probs": logp_exact, "choices of tokens": zeros, "V and Q": value_exact})
 
 
-# ----------------------------------------------------------------------------------- trajectories
+# ------------------------------------------------------------------------------------ trajectories
 
-ANSWER_STEPS = 8  # decoding steps a game has to answer before it is waited for
-# What a seed is for; the attempts at an evaluation's game are EVALUATION, EVALUATION + 1, ...
+ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
+# Streams of random numbers. Attempt k at a game of an evaluation has the stream EVALUATION + k.
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
+
+
+class End(Enum):
+    """Why an episode ended."""
+
+    TERMINATED = "terminated"  # by the environment: won, or lost for good
+    HORIZON = "horizon"  # the maximum number of turns
+    CONTEXT_OVERFLOW = "context_overflow"  # the next prompt would not fit
 
 
 @dataclass
 class Turn:
-    """One turn of one trajectory. In `full` context prompt_ids are only the tokens since the last
-    response, so that a trajectory is the concatenation of its turns' prompt_ids and action_ids."""
+    """One turn of one trajectory. In "full" context, prompt_ids holds only the tokens since the
+    last response, so that a trajectory is the concatenation of its turns' prompt_ids and
+    action_ids."""
 
     traj: int
     turn: int  # from 0
     prompt_ids: list
-    action_ids: list  # what the policy chose, the stop token included
+    action_ids: list  # the tokens the policy chose, the stop token included
     logp: list  # log-probs of action_ids at the sampling temperature
-    v: float  # V and Q at the rollout, in units of return
+    v: float  # V and Q when the turn was sampled, in units of return
     q: float
     reward: float
-    done: bool  # the episode ended after this turn
-    truncated: bool  # it was cut short, at the horizon or as `outgrown`
     invalid: bool  # the response breaks the format; see envs.parse_action
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool
@@ -627,38 +690,51 @@ class Turn:
     prompt: str
     text: str  # the response
     action: str
-    outgrown: bool = False  # the episode ended because the next prompt would not fit
-    obs: str = ""  # the observation it answers, as the environment gave it
+    end: End | None = None  # of the last turn: why the episode ended
+    obs: str = ""  # the observation that it responds to, as the environment gave it
     advantage: float = float("nan")  # Eq. 7, once it is known
 
+    @property
+    def done(self) -> bool:
+        """Whether it is the last turn. A truncated episode is terminal: its last bootstrap is 0."""
+        return self.end is not None
 
-def uniforms(seed, traj, turn, n):
-    """The n random numbers of one turn; `seed` is a tuple of ints."""
+    @property
+    def truncated(self) -> bool:
+        return self.end in (End.HORIZON, End.CONTEXT_OVERFLOW)
+
+    @property
+    def context_overflow(self) -> bool:
+        return self.end is End.CONTEXT_OVERFLOW
+
+
+def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:
+    """The n random numbers in [0, 1) of one turn."""
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def one_trajectory(traj, task, sampler, pool, seed, show):
-    """Plays one game -> (its turns, its episode). At each `yield` it waits for the answer of the
-    game or the model that it has asked, which `trajectories` sends."""
+def play_episode(traj, task, sampler, pool, seed, show):
+    """Plays one game -> (its turns, its PromptBuilder). This is a generator: at each `yield` it
+    waits for what it has asked of the game or the sampler, and `trajectories` sends the answer."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     lm = sampler.lm
     turns = []
-    before = []  # in `full`, the ids of the conversation so far
+    conversation = []  # in "full", the token ids so far
     pool.start(traj, task)
     obs, info = yield
-    episode = pool.env.episode(obs, info)
+    builder = pool.env.prompt_builder(obs, info)
     while not (turns and turns[-1].done):
-        for prompt in show(traj, turns, episode):  # from the longest to the shortest
-            ids = lm.chat.prompt(prompt, before)
-            if len(before) + len(ids) <= sampler.limit:
+        for prompt in show(traj, turns, builder):  # from the longest to the shortest
+            ids = lm.chat.encode_user_turn(prompt, conversation)
+            if len(conversation) + len(ids) <= sampler.limit:
                 break
         else:  # none fits
             if turns:
-                turns[-1].done = turns[-1].truncated = turns[-1].outgrown = True
-            pool.drop(traj)  # which forgets by itself the games that are over
+                turns[-1].end = End.CONTEXT_OVERFLOW
+            pool.drop(traj)
             break
-        u = uniforms(seed, traj, len(turns), sampler.max_new)
-        sampler.add(traj, before + ids, u)
+        u = uniform_numbers(seed, traj, len(turns), sampler.max_new_tokens)
+        sampler.add(traj, conversation + ids, u)
         response = yield
         text = lm.text(response.ids)
         action, valid = parse_action(text, pool.env.fallback, lm.chat.response_prefix)
@@ -667,91 +743,90 @@ def one_trajectory(traj, task, sampler, pool, seed, show):
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=reward,
-            done=terminated or truncated, truncated=truncated, invalid=not valid,
-            admissible=episode.accepts(action), won=info["won"], score=info["score"],
-            category=info["category"], prompt=prompt, text=text, action=action, obs=episode.obs))
-        episode.took(action, obs, info)
+            end=End.HORIZON if truncated else End.TERMINATED if terminated else None,
+            invalid=not valid, admissible=builder.accepts(action), won=info["won"],
+            score=info["score"], category=info["category"], prompt=prompt, text=text, action=action,
+            obs=builder.obs))
+        builder.record(action, obs, info)
         if sampler.context == "full":
-            before = before + ids + response.ids
+            conversation = conversation + ids + response.ids
     sampler.drop(traj)
-    return turns, episode
+    return turns, builder
 
 
-def trajectories(sampler, tasks, pool, *, seed=(0,), trajs=None, rows=None, history=2, show=None,
-                 what="rollout"):
-    """Plays every task once, `rows` side by side (default: all), and yields (traj, turns, episode)
-    of each as soon as it is over. `trajs` names them (default 0, 1, ...) and decides, with `seed`,
-    the random numbers. show(traj, turns, episode) may give other prompts than the game's. An
-    episode whose next prompt does not fit ends as truncated, without a turn if it was the first.
+def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
+                 max_num_seqs: int | None = None, history: int = 2, show: Callable | None = None,
+                 label: str = "rollout") -> Iterator[tuple]:
+    """Plays every task once, max_num_seqs of them side by side (default: all), and yields (traj,
+    turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
+    (default 0, 1, ...), which with `seed` determine the random numbers. show(traj, turns, builder)
+    can replace the environment's prompts. An episode whose next prompt does not fit is truncated,
+    and has no turns if that was its first. `label` names the progress bar.
 
-    A game's answer is waited for ANSWER_STEPS decoding steps after it was asked, or when more games
-    compute than rows are decoded: so the clock does not decide what is decoded together, and with
-    the same weights a rollout repeats to the last bit. `what`: a word for the progress bar."""
-    from machine.cli import progress  # here, so that the sampler can be copied without it
-    with progress(what, unit="turns") as bar:
-        yield from play(sampler, tasks, pool, seed, trajs, rows, history, show, bar)
-
-
-def play(sampler, tasks, pool, seed, trajs, rows, history, show, bar):
-    """`trajectories`, with its progress bar."""
-    show = show or (lambda traj, turns, episode: episode.prompts(sampler.context, history))
+    We wait for a game's answer ENV_LATENCY_STEPS decoding steps after it was asked, or when more
+    games than sequences are being computed. So what is decoded together does not depend on the
+    clock, and a rollout with the same weights repeats to the last bit."""
+    from runtime.cli import progress  # here, so that the sampler can be copied without it
+    show = show or (lambda traj, turns, builder: builder.prompts(sampler.context, history))
     waiting = [*zip(range(len(tasks)) if trajs is None else trajs, tasks)]
-    playing = {}  # trajectory: its generator
-    asked = []  # (trajectory whose game computes, the step it was asked at), oldest first
+    playing = {}  # traj: its play_episode
+    asked = []  # (traj whose game is computing, the step at which it was asked), oldest first
     sampler.forget()
-    while waiting or playing:
-        while waiting and len(playing) < (rows or len(tasks)):
-            traj, task = waiting.pop(0)
-            playing[traj] = one_trajectory(traj, task, sampler, pool, seed, show)
-            playing[traj].send(None)  # it starts its game
-            asked.append((traj, sampler.steps))
-        pool.load([task for _, task in waiting[:16]])  # in the background
-        steps = asked[0][1] + ANSWER_STEPS - sampler.steps if asked else None
-        for traj, response in sampler.run(steps):
-            playing[traj].send(response)  # it acts
-            bar.update()
-            asked.append((traj, sampler.steps))
-        due = [traj for traj, step in asked
-               if len(asked) > sampler.busy or step + ANSWER_STEPS <= sampler.steps]
-        asked = asked[len(due):]
-        for traj, answer in zip(due, pool.gather(due)):
-            try:
-                playing[traj].send(answer)  # it asks the model
-            except StopIteration as over:  # it has returned
-                del playing[traj]
-                left = len(waiting) + len(playing)
-                bar.set_postfix_str(f"{len(tasks) - left} of {len(tasks)} episodes are over", False)
-                yield traj, *over.value
+    with progress(label, unit="turns") as bar:
+        while waiting or playing:
+            while waiting and len(playing) < (max_num_seqs or len(tasks)):
+                traj, task = waiting.pop(0)
+                playing[traj] = play_episode(traj, task, sampler, pool, seed, show)
+                playing[traj].send(None)  # it starts its game
+                asked.append((traj, sampler.steps))
+            pool.load([task for _, task in waiting[:16]])  # in the background
+            steps = asked[0][1] + ENV_LATENCY_STEPS - sampler.steps if asked else None
+            for traj, response in sampler.run(steps):
+                playing[traj].send(response)  # it acts
+                bar.update()
+                asked.append((traj, sampler.steps))
+            due = [traj for traj, step in asked
+                   if len(asked) > sampler.busy or step + ENV_LATENCY_STEPS <= sampler.steps]
+            asked = asked[len(due):]
+            for traj, answer in zip(due, pool.gather(due)):
+                try:
+                    playing[traj].send(answer)  # it asks the sampler
+                except StopIteration as finished:
+                    del playing[traj]
+                    over = len(tasks) - len(waiting) - len(playing)
+                    bar.set_postfix_str(f"{over} of {len(tasks)} episodes are over", False)
+                    yield traj, *finished.value
 
 
-def rollout(sampler, tasks, pool, **options):
-    """Plays every task as `trajectories` does -> all turns, in order of trajectory and turn. A task
-    whose first prompt does not fit has none; ValueError where no task has one."""
+def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
+    """Plays every task, with the options of `trajectories` -> all turns, ordered by trajectory and
+    turn. A task whose first prompt does not fit has none. ValueError: no task's prompt fits."""
     turns = []
-    for _, played, episode in trajectories(sampler, tasks, pool, **options):
+    for _, played, builder in trajectories(sampler, tasks, pool, **options):
         turns += played
     if tasks and not turns:
-        room = sampler.lm.max_length - sampler.max_new
+        room = sampler.lm.max_length - sampler.max_new_tokens
         raise ValueError(
-            f"the first prompt of {episode.info['task']!r}, as of every other task, needs more "
+            f"the first prompt of {builder.info['task']!r}, and of every other task, needs more "
             f"than {max(0, sampler.limit)} tokens: " + (
                 "raise --max_prompt" if sampler.limit < room else
-                f"no more of the model's {sampler.lm.max_length} are left beside --max_new "
-                f"{sampler.max_new}. Begin anew with less, or with another model"))
+                f"with --max_new_tokens {sampler.max_new_tokens}, no more of the model's "
+                f"{sampler.lm.max_length} are left. Start a new run with fewer, or with another "
+                "model"))
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
 
 def main():
     import envs
-    from machine.cli import Parser, one_line_errors
-    parser = Parser(description="Samples one prompt with both engines.")
+    from runtime.cli import Parser, one_line_errors
+    parser = Parser(description="Samples a response to one prompt with both engines.")
     parser.add_argument("--model", default="tiny", help="tiny, a folder, hub id or bare name")
     with one_line_errors("rollout.py"):
         lm, env = load(parser.parse_args().model), envs.make_env("house")
-        print(prompt := env.episode(*env.reset(envs.tasks("house", "train")[0])).window_prompt())
+        obs, info = env.reset(envs.tasks("house", "train")[0])
+        print(prompt := env.prompt_builder(obs, info).window_prompt())
         for engine in ("kv", "hf"):
-            sampler = Sampler(lm, engine, max_new=32)
-            response, = sampler([0], [lm.chat.prompt(prompt)], [uniforms((0,), 0, 0, 32)])
+            response, = Sampler(lm, engine, max_new_tokens=32).generate([prompt])
             print(f"\n{engine}: V {response.v:.3f}, Q {response.q:.3f}, {len(response.ids)} tokens "
                   f"of log-prob {sum(response.logp):.4f}\n{lm.text(response.ids)}")
 

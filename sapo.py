@@ -1,50 +1,54 @@
 """SAPO (Single-Rollout Autoregressive Policy Optimization): the algorithm, as pure functions.
 
-A language model plays a task over turns t = 1, 2, ... One causal forward over [context, response]
-gives the policy, the state value V (read just before the response) and the action value Q (read
-just after it). This file is what happens next:
+A language model acts in turns t = 1, 2, ... One causal forward pass over [context, response] gives
+the policy, the state value V (read just before the response) and the action value Q (read just
+after it). This file has what follows from them:
 
-    turn_targets          rewards, old values -> advantages (from V alone), targets of V, Q Eq. 4-6
-    normalize_advantages  one mean and one deviation over the turns of the whole batch      Eq. 7
-    policy_loss           PPO's clipped surrogate, the turn's advantage on each token       Eq. 8-9
-    value_loss            clipped regression of a normalised readout, per turn             Eq. 10-11
-    sapo_loss             all of it in one number for one backward pass                     Eq. 12
-    grpo_advantages ...   the estimators of the methods SAPO is compared with, at the end
+    turn_targets          rewards and old values -> advantages, targets of V and Q       Eq. 4-6
+    normalize_advantages  one mean and standard deviation over all turns of the batch    Eq. 7
+    policy_loss           PPO's clipped objective; tokens have their turn's advantage    Eq. 8-9
+    value_loss            clipped regression of V or Q, one value per turn               Eq. 10-11
+    sapo_loss             the joint loss, for one backward pass                          Eq. 12
+    grpo_advantages ...   the advantage estimators of the methods SAPO is compared with
 
-This file needs torch alone: copy it. Equation numbers are the paper's. `# SAPO:` marks what is new:
+It needs only torch: copy it. Equation numbers are the paper's, and `# SAPO:` marks what is new:
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p.
-A loss is a sum divided by `denom`, the tokens or turns of the whole mini-batch, so that losses of
-micro-batches and ranks add up (sum gradients, do not average), and so does `info`, except *_max.
-    python sapo.py       works one small trajectory by hand
+A loss is a sum divided by `denom`, the number of tokens or turns of the whole mini-batch. So the
+losses of micro-batches and ranks add up, and gradients must be summed, not averaged. The same holds
+for `info`, except for names in _max.
+    python sapo.py       works through one small trajectory
 """
 import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @torch.no_grad()  # targets come from the frozen rollout policy: no gradient may reach them
-def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
-    """Walks every trajectory backward (Eq. 4-6) -> adv, y_v, y_q, each (N,), in units of return.
+def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old: Tensor,
+                 q_old: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Traverses every trajectory backward (Eq. 4-6) -> adv, y_v, y_q, each (N,), in units of
+    return.
 
     All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the
-    turn (by the environment or at the horizon: both are terminal), V_old and Q_old in units of
-    return. Turns may come in any order, or twice. The turn after a trajectory's last has value 0.
-    Raises ValueError where shapes differ or a trajectory lacks a turn in its middle."""
+    turn (terminated or truncated: both are terminal), V_old and Q_old in units of return. Turns may
+    be in any order and may be duplicated. The value after a trajectory's last known turn is 0.
+    ValueError: shapes differ, or turns are missing in the middle of a trajectory."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
         raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
     v_old, turn = v_old.to(torch.promote_types(v_old.dtype, torch.float32)), turn.long()
     if len(traj) == 0:
         return v_old.clone(), v_old.clone(), v_old.clone()
 
-    ids, row = traj.long().unique(return_inverse=True)  # turns belong together by their ids
+    ids, row = traj.long().unique(return_inverse=True)
     first = torch.full_like(ids, turn.max()).scatter_reduce(0, row, turn, "amin")
     last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
     col, longest = turn - first[row], int((last - first).max()) + 1
 
-    def table(x):  # (N,) -> (trajectories, longest + 1): the last column is the 0 after the end
+    def table(x):  # (N,) -> (trajectories, longest + 1); the last column stays 0
         grid = v_old.new_zeros(len(ids), longest + 1)
         grid[row, col] = x.to(v_old.dtype)
         return grid
@@ -64,139 +68,150 @@ def turn_targets(traj, turn, reward, done, v_old, q_old, *, gamma, lam):
     return adv[row, col], y_v[row, col], y_q[row, col]
 
 
-def discounted_returns(traj, turn, reward, *, gamma):
-    """The discounted reward from each turn to its trajectory's end, (N,): GAE without values."""
+def discounted_returns(traj: Tensor, turn: Tensor, reward: Tensor, *, gamma: float) -> Tensor:
+    """The discounted return from each turn to the end of its trajectory, (N,): GAE with V = 0 and
+    lambda = 1."""
     zeros = torch.zeros_like(reward)
     return turn_targets(traj, turn, reward, zeros, zeros, zeros, gamma=gamma, lam=1.0)[0]
 
 
-def episode_returns(traj, reward):
-    """The whole reward of the trajectory each turn belongs to, (N,) -> (N,)."""
+def episode_returns(traj: Tensor, reward: Tensor) -> Tensor:
+    """The undiscounted return of the trajectory that each turn belongs to, (N,) -> (N,)."""
     ids, row = traj.unique(return_inverse=True)
     return reward.new_zeros(len(ids)).index_add_(0, row, reward)[row]
 
 
 @torch.no_grad()
-def normalize_advantages(adv, *, invalid=None, c_inv=0.0, valid=None, eps=1e-8, group=None):
-    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std; never NaN.
+def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: float = 0.0,
+                         valid: Tensor | None = None, eps: float = 1e-8, group=None) -> Tensor:
+    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. Never NaN.
 
-    invalid (N,)  turns whose response breaks the format; they are charged c_inv, in units of return
-    valid (N,)    turns that count, as padding does not (None: all); the others get 0
-    group         the torch.distributed group of ranks with one mean and std (None: this rank)"""
+    invalid (N,)  turns with an invalid action; their advantage is reduced by c_inv, in units of
+                  return, before normalization
+    valid (N,)    turns that are not padding (None: all); padding gets 0
+    group         torch.distributed process group that shares mean and std (None: this rank only)"""
     check_shapes(adv, invalid, valid)
     counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
-    charged = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
-    charged = torch.where(counts > 0, charged, 0.0)
+    adv64 = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
+    adv64 = torch.where(counts > 0, adv64, 0.0)
 
     def total(x):
         if group is not None:
             dist.all_reduce(x, group=group)
         return x
 
-    count, mean = total(torch.stack([counts.sum(), (counts * charged).sum()])).unbind()
-    mean = mean / count.clamp(min=1)  # in a pass of its own: no cancellation in the variance
-    variance = total((counts * (charged - mean) ** 2).sum()) / count.clamp(min=1)
-    normalized = (charged - mean) / (variance.sqrt() + eps)  # Eq. 7
+    count, mean = total(torch.stack([counts.sum(), (counts * adv64).sum()])).unbind()
+    mean = mean / count.clamp(min=1)  # before the variance, to avoid cancellation
+    variance = total((counts * (adv64 - mean) ** 2).sum()) / count.clamp(min=1)
+    normalized = (adv64 - mean) / (variance.sqrt() + eps)  # Eq. 7
     return torch.where(counts > 0, normalized, 0.0).to(adv.dtype)
 
 
 # ----------------------------------------------------------------------------------- the losses
 
 
-def within(mask, x):
-    """x where the mask is set and 0 elsewhere; x itself without a mask."""
+def masked(mask: Tensor | None, x: Tensor) -> Tensor:
+    """x where the mask is set, else 0; without a mask, x."""
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
-def check_shapes(*tensors):
-    """ValueError where shapes differ: broadcast, they would give a wrong number without a word."""
+def check_shapes(*tensors) -> None:
+    """ValueError: shapes differ. Broadcasting would silently give a wrong number."""
     shapes = [tuple(x.shape) for x in tensors if x is not None]
     if len({*shapes}) > 1:
         raise ValueError(f"tensors must have one shape; these have {shapes}")
 
 
 def denominator(denom, mask, *tensors):
-    """What a loss divides its sum by: `denom`, else how many entries there are, at least 1."""
+    """What a loss divides its sum by: `denom`, or the number of entries, at least 1."""
     check_shapes(*tensors, mask)
     if denom is not None:
         return denom
     return max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)
 
 
-def largest(x):
-    """The largest of numbers >= 0; 0 where there are none."""
+def safe_max(x: Tensor) -> Tensor:
+    """The maximum of numbers >= 0; 0 if there are none."""
     return x.detach().amax() if x.numel() else x.new_zeros(())
 
 
-def policy_loss(logp, logp_old, adv, mask=None, *, clip, denom=None):
+def policy_loss(logp: Tensor, logp_old: Tensor, adv: Tensor, mask: Tensor | None = None, *,
+                clip: float, denom=None) -> tuple[Tensor, dict]:
     """Eq. 8-9 -> (loss, info: ratio_max, clip_fraction).
 
-    Four tensors of one shape, (M,) or (B, T): log-probs of the taken tokens now and at the
-    rollout, the turn's advantage on each of its tokens, 1 on response tokens (None: all are)."""
+    Four tensors of one shape, (M,) or (B, T): current and old log-probs of the sampled tokens, the
+    advantage of each token (its turn's), and a mask of response tokens (None: all are)."""
     denom = denominator(denom, mask, logp, logp_old, adv)
-    ratio = within(mask, logp - logp_old).exp()  # Eq. 8; padding may hold anything: masked first
-    adv = within(mask, adv)
-    free, clipped = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
-    loss = -torch.minimum(free, clipped).sum() / denom  # Eq. 9
-    info = {"ratio_max": largest(within(mask, ratio)),
-            "clip_fraction": (clipped < free).sum() / denom}
+    ratio = masked(mask, logp - logp_old).exp()  # Eq. 8; masked first, as padding may hold anything
+    adv = masked(mask, adv)
+    unclipped, clipped = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
+    loss = -torch.minimum(unclipped, clipped).sum() / denom  # Eq. 9
+    info = {"ratio_max": safe_max(masked(mask, ratio)),
+            "clip_fraction": (clipped < unclipped).sum() / denom}
     return loss, {k: x.detach() for k, x in info.items()}
 
 
-def value_loss(p, p_old, y, *, clip, valid=None, denom=None):
-    """Eq. 10-11, for V and for Q -> (loss, info: clip_fraction, saturated).
+def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tensor | None = None,
+               denom=None) -> tuple[Tensor, dict]:
+    """Eq. 10-11, for V or for Q -> (loss, info: clip_fraction, saturated).
 
-    p, p_old (N,) are readouts now and at the rollout, y (N,) the target over R_max. The mean is
-    over turns, not tokens. `saturated`: the share of readouts at +-1, where Eq. 1 is flat."""
+    p, p_old, y (N,): current readouts, old readouts, targets over R_max. The mean is over turns,
+    not tokens. `saturated` is the fraction of readouts at +-1, where Eq. 1 has no gradient."""
     denom = denominator(denom, valid, p, p_old, y)
-    p, p_old, y = (within(valid, x) for x in (p, p_old, y))
+    p, p_old, y = (masked(valid, x) for x in (p, p_old, y))
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
-    free, clipped = (p - y) ** 2, (p_clip - y) ** 2
-    loss = 0.5 * torch.maximum(free, clipped).sum() / denom  # Eq. 11
-    beyond = (clipped > free) & ((p - p_old).abs() > clip)
+    unclipped, clipped = (p - y) ** 2, (p_clip - y) ** 2
+    loss = 0.5 * torch.maximum(unclipped, clipped).sum() / denom  # Eq. 11
+    beyond = (clipped > unclipped) & ((p - p_old).abs() > clip)
     info = {"clip_fraction": beyond.sum() / denom, "saturated": (p.abs() >= 1).sum() / denom}
     return loss, {k: x.detach() for k, x in info.items()}
 
 
-def k3(logp, logp_ref):
-    """An estimate >= 0 of the KL to the reference, per token: r - 1 - log r, r = pi_ref / pi."""
+def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
+    """The k3 estimator of the KL to the reference, per token: r - 1 - log r >= 0, r = pi_ref / pi
+    (J. Schulman, Approximating KL Divergence, 2020)."""
     log_r = logp_ref - logp
-    return log_r.expm1() - log_r  # expm1, because exp(x) - 1 near 0 is rounding of either sign
+    return log_r.expm1() - log_r  # exp(x) - 1 would be mostly rounding error near 0
 
 
-def kl_loss(logp, logp_ref, mask=None, *, denom=None):
-    """Mean over tokens, (M,) or (B, T), of the k3 estimator of the KL to the reference, >= 0."""
+def kl_loss(logp: Tensor, logp_ref: Tensor, mask: Tensor | None = None, *, denom=None) -> Tensor:
+    """The mean of k3 over tokens, (M,) or (B, T)."""
     denom = denominator(denom, mask, logp, logp_ref)
-    return k3(within(mask, logp), within(mask, logp_ref)).sum() / denom
+    return k3(masked(mask, logp), masked(mask, logp_ref)).sum() / denom
 
 
-def actor_loss(logp, entropy, *, logp_old, logp_ref, adv, mask=None, clip=0.2, beta=0.01,
-               c_h=0.001, tokens=None):
-    """The policy's own part of Eq. 12 -> (loss, info); the baselines minimise this alone. All
-    tensors have one shape, (M,) or (B, T); logp_ref may be None where beta is 0."""
+def actor_loss(logp: Tensor, entropy: Tensor, *, logp_old: Tensor, logp_ref: Tensor | None,
+               adv: Tensor, mask: Tensor | None = None, clip: float = 0.2, beta: float = 0.01,
+               c_h: float = 0.001, tokens=None) -> tuple[Tensor, dict]:
+    """The terms of Eq. 12 that are not value losses -> (loss, info). It is the whole loss of the
+    methods without V and Q. All tensors have one shape, (M,) or (B, T); logp_ref may be None if
+    beta is 0."""
     if beta and logp_ref is None:
         raise ValueError("the KL term (beta > 0) needs logp_ref")
     tokens = denominator(tokens, mask, logp, entropy)
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
-    logp_ref = logp.detach() if logp_ref is None else logp_ref  # the distance is then 0
+    logp_ref = logp.detach() if logp_ref is None else logp_ref  # the KL is then 0
     kl = kl_loss(logp, logp_ref, mask, denom=tokens)
-    h = within(mask, entropy).sum() / tokens
+    h = masked(mask, entropy).sum() / tokens
     loss = loss_policy + beta * kl - c_h * h
-    token_kl = k3(within(mask, logp.detach()), within(mask, logp_ref))
+    token_kl = k3(masked(mask, logp.detach()), masked(mask, logp_ref))
     parts = {"loss": loss, "loss_policy": loss_policy, "kl": kl, "entropy": h,
-             "kl_max": largest(token_kl)}  # heavy-tailed: the mean alone can look harmless
+             "kl_max": safe_max(token_kl)}  # heavy-tailed, so the mean hides a lot
     return loss, info | {k: x.detach() for k, x in parts.items()}
 
 
-def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, p_v_old, p_q_old, y_v, y_q,
-              mask=None, valid=None, clip=0.2, clip_v=0.2, clip_q=0.2, c_v=0.5, c_q=0.25, beta=0.01,
-              c_h=0.001, tokens=None, turns=None):
+def sapo_loss(logp: Tensor, entropy: Tensor, p_v: Tensor, p_q: Tensor, *, logp_old: Tensor,
+              logp_ref: Tensor | None, adv: Tensor, p_v_old: Tensor, p_q_old: Tensor, y_v: Tensor,
+              y_q: Tensor, mask: Tensor | None = None, valid: Tensor | None = None,
+              clip: float = 0.2, clip_v: float = 0.2, clip_q: float = 0.2, c_v: float = 0.5,
+              c_q: float = 0.25, beta: float = 0.01, c_h: float = 0.001, tokens=None,
+              turns=None) -> tuple[Tensor, dict]:
     """Eq. 12 -> (loss, info).
 
-    On tokens, (M,) or (B, T): logp and entropy of the current model, logp_old of the policy that
-    played, logp_ref of the reference (None where beta is 0), adv and mask. On turns, (N,): readouts
-    p_v, p_q now and p_v_old, p_q_old then, targets y_v, y_q over R_max, and which are `valid`.
-    `tokens` and `turns` are the mini-batch's denominators; default: what is here."""
+    Per token, (M,) or (B, T): log-probs and entropy of the current policy, log-probs of the
+    behaviour policy (logp_old) and of the reference (None if beta is 0), advantages, and a mask.
+    Per turn, (N,): current and old readouts, targets over R_max, and which turns are not padding.
+    `tokens` and `turns` are the mini-batch's denominators (default: what is given here)."""
     loss, info = actor_loss(logp, entropy, logp_old=logp_old, logp_ref=logp_ref, adv=adv, mask=mask,
                             clip=clip, beta=beta, c_h=c_h, tokens=tokens)
     loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
@@ -207,18 +222,19 @@ def sapo_loss(logp, entropy, p_v, p_q, *, logp_old, logp_ref, adv, p_v_old, p_q_
     return loss, info | {k: x.detach() for k, x in parts.items()}
 
 
-def explained_variance(value, target):
-    """1 - Var(target - value) / Var(target): 1 is right up to a constant, 0 tells nothing."""
-    spread = target.var(correction=0)
-    return (1 - (target - value).var(correction=0) / spread).item() if spread > 0 else 0.0
+def explained_variance(value: Tensor, target: Tensor) -> float:
+    """1 - Var(target - value) / Var(target). A perfect value has 1, a constant has 0."""
+    variance = target.var(correction=0)
+    return (1 - (target - value).var(correction=0) / variance).item() if variance > 0 else 0.0
 
 
-# -------------------------------------------------------------------------------- the baselines
-# The other methods' estimators, (N,) over turns in any order. Scores and rewards must be floats.
+# ------------------------------------------------------------ the methods SAPO is compared with
+# All tensors are (N,), over turns in any order. Scores and rewards must be floating-point.
 
 
 def per_trajectory(traj, group, score):
-    """(N,) over turns -> score and group of each trajectory, and (N,) each turn's trajectory."""
+    """(N,) over turns -> score and group of each trajectory (K,), and each turn's row in them
+    (N,)."""
     ids, row = traj.unique(return_inverse=True)
     group_of = torch.zeros_like(ids).scatter_(0, row, group.unique(return_inverse=True)[1])
     score_of = torch.zeros(len(ids), dtype=torch.float64, device=score.device)
@@ -226,32 +242,34 @@ def per_trajectory(traj, group, score):
 
 
 def group_mean(x, group):
-    """(K,) numbers and their groups' indices -> the mean and the size of each one's group, (K,)."""
+    """Numbers (K,) and their group indices (K,) -> mean and size of each number's group, (K,)."""
     size = torch.zeros_like(x).scatter_add_(0, group, torch.ones_like(x))
     total = torch.zeros_like(x).scatter_add_(0, group, x)
     return (total / size.clamp(min=1))[group], size[group]
 
 
 def standardized(x, group, std, eps):
-    """x minus its group's mean, over the group's unbiased deviation where `std` is set. In a group
-    of one, or of equal numbers, it is 0 up to rounding."""
+    """x minus its group's mean; with `std`, divided by the group's unbiased standard deviation. In
+    a group of one, or of equal numbers, it is 0 up to rounding."""
     mean, size = group_mean(x, group)
-    off = x - mean
-    variance = group_mean(off ** 2, group)[0] * size / (size - 1).clamp(min=1)
-    return off / (variance.sqrt() + eps) if std else off
+    deviation = x - mean
+    variance = group_mean(deviation ** 2, group)[0] * size / (size - 1).clamp(min=1)
+    return deviation / (variance.sqrt() + eps) if std else deviation
 
 
 @torch.no_grad()
-def grpo_advantages(traj, group, score, *, std=True, eps=1e-6):
+def grpo_advantages(traj: Tensor, group: Tensor, score: Tensor, *, std: bool = True,
+                    eps: float = 1e-6) -> Tensor:
     """GRPO (arXiv 2402.03300, Section 4.1.2): (score - mean) / (std + eps) over the trajectories of
-    a task. traj, group and score (N,) are every turn's trajectory, its task and its return -> (N,),
-    one number for all turns of a trajectory. Every trajectory counts once, however long it is."""
+    a task. traj, group and score (N,): each turn's trajectory, and that trajectory's task and
+    return -> (N,), equal for all turns of a trajectory. Every trajectory counts once, whatever its
+    length."""
     score_of, group_of, row = per_trajectory(traj, group, score)
     return standardized(score_of, group_of, std, eps)[row].to(score.dtype)
 
 
 @torch.no_grad()
-def rloo_advantages(traj, group, score):
+def rloo_advantages(traj: Tensor, group: Tensor, score: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740, Eq. 8), (N,) -> (N,): the score minus the mean of the task's other
     trajectories, which is n / (n - 1) (score - mean)."""
     score_of, group_of, row = per_trajectory(traj, group, score)
@@ -260,12 +278,13 @@ def rloo_advantages(traj, group, score):
 
 
 @torch.no_grad()
-def gigpo_advantages(traj, turn, group, state, reward, *, gamma=0.95, weight=1.0, std=True,
-                     eps=1e-6):
+def gigpo_advantages(traj: Tensor, turn: Tensor, group: Tensor, state: Tensor, reward: Tensor, *,
+                     gamma: float = 0.95, weight: float = 1.0, std: bool = True,
+                     eps: float = 1e-6) -> Tensor:
     """GiGPO (arXiv 2505.10978), (N,) -> (N,): GRPO's advantage of the episode plus `weight` times
-    that of the step, among all turns of a task at which the agent saw the same. `state` (N,)
-    numbers the observations. A step's return is the discounted reward from it to the end. Without
-    `std` neither part is divided by a deviation. A state seen once adds 0."""
+    an advantage of the step: its discounted return compared with those of all turns of the task
+    that have the same observation. state (N,): an index for each distinct observation; one that
+    occurs once adds 0. Without `std`, neither part is divided by a standard deviation."""
     score = episode_returns(traj, reward.double())
     anchor = torch.stack([group, state]).unique(dim=1, return_inverse=True)[1]
     step = discounted_returns(traj, turn, reward.double(), gamma=gamma)
@@ -274,13 +293,14 @@ def gigpo_advantages(traj, turn, group, state, reward, *, gamma=0.95, weight=1.0
 
 
 @torch.no_grad()
-def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
-    """EMPG (arXiv 2509.09265, Eq. 7-12), (N,) -> (N,), on top of another method's `adv`: confident
-    steps count more, and a step is paid for leading to a confident one.
+def empg_advantages(adv: Tensor, traj: Tensor, turn: Tensor, entropy: Tensor, *, k: float = 1.0,
+                    k_f: float = 1.0, zeta: float = 0.1) -> Tensor:
+    """EMPG (arXiv 2509.09265, Eq. 7-12), (N,) -> (N,): modifies another method's `adv`, such that
+    confident turns count more, and a turn gets a bonus if the next one is confident.
 
-    entropy (N,) is the mean over a turn's tokens, scaled here to H in [0, 1] over the batch. With
-    x = adv exp(-k H) / mean(exp(-k H)) + zeta exp(-k_f H'), where H' is the next turn's (none: 0),
-    the result is x - mean(x)."""
+    entropy (N,) is the mean over a turn's tokens, rescaled here to H in [0, 1] over the batch. With
+    x = adv exp(-k H) / mean(exp(-k H)) + zeta exp(-k_f H'), where H' is the next turn's H and the
+    last turn has no bonus, the result is x - mean(x)."""
     if not len(adv):
         return adv.clone()
     h = entropy.double()
@@ -295,23 +315,25 @@ def empg_advantages(adv, traj, turn, entropy, *, k=1.0, k_f=1.0, zeta=0.1):
 
 
 @torch.no_grad()
-def token_gae(value, mask, score, *, gamma=1.0, lam=1.0):
-    """PPO as verl-agent has it: GAE over the tokens of one response alone. value, mask (B, T) are V
-    before each token and 1 on tokens of the response, which need not be adjacent; score (B,) is the
-    episode's return, paid at the last. -> (adv, target), each (B, T), 0 off the mask."""
+def token_gae(value: Tensor, mask: Tensor, score: Tensor, *, gamma: float = 1.0,
+              lam: float = 1.0) -> tuple[Tensor, Tensor]:
+    """PPO as in verl-agent: GAE over the tokens of a single response. value (B, T) is V before each
+    token; mask (B, T) is 1 on response tokens, which need not be adjacent; score (B,) is the reward
+    of the last of them -> (adv, target), each (B, T), 0 outside of the mask."""
     mask, adv = mask.bool(), torch.zeros_like(value)
-    after, carry, pay = torch.zeros_like(score), torch.zeros_like(score), score
+    next_value, gae, reward = torch.zeros_like(score), torch.zeros_like(score), score
     for t in reversed(range(value.shape[1])):
         on = mask[:, t]
-        delta = pay + gamma * after - value[:, t]
-        carry = torch.where(on, delta + gamma * lam * carry, carry)
-        adv[:, t] = torch.where(on, carry, 0.0)
-        after, pay = torch.where(on, value[:, t], after), torch.where(on, 0.0, pay)
+        delta = reward + gamma * next_value - value[:, t]
+        gae = torch.where(on, delta + gamma * lam * gae, gae)
+        adv[:, t] = torch.where(on, gae, 0.0)
+        next_value = torch.where(on, value[:, t], next_value)
+        reward = torch.where(on, 0.0, reward)
     return adv, torch.where(mask, value + adv, 0.0)
 
 
 def main():
-    """Works one small trajectory: four turns of three tokens, gamma = lambda = 0.95."""
+    """Works through one trajectory: four turns of three tokens, gamma = lambda = 0.95."""
     actions = ["go to fridge 1", "open fridge 1", "eat the fridge", "take apple 1 from fridge 1"]
     reward, done = torch.tensor([0.0, 0, 0, 10]), torch.tensor([0.0, 0, 0, 1])
     v, q, r_max = torch.tensor([2.0, 3, 5, 4]), torch.tensor([2.5, 4, 1, 8]), 10.0
@@ -331,9 +353,9 @@ def main():
                                p_v_old=v / r_max, p_q_old=q / r_max, y_v=y_v / r_max,
                                y_q=y_q / r_max)
         loss.backward()
-        print(f"\nEvery token {ratio} times as likely as at the rollout; the clip is at 1.2:\n   ",
+        print(f"\nIf every token is {ratio} times as likely as in the rollout (clip: 1.2):\n   ",
               ", ".join(f"{k} {info[k]:.4f}" for k in ("loss", "loss_policy", "loss_v", "loss_q")))
-        print("    gradient on a token of each turn:", *(f"{g:+.3f}" for g in logp.grad[::3]))
+        print("    gradient of a token of each turn:", *(f"{g:+.3f}" for g in logp.grad[::3]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 WebShop's catalogue look at ALFWORLD_DATA and WEBSHOP_DATA, and are skipped where these are unset.
 
 A reference is a plain loop in float64 written from the paper, and shares no helper with the code.
-The tests of worlds/ and tools/ lie beside what they test.
+The tests of simulators/ and tools/ lie beside what they test.
     python -m pytest -q
 """
 import ast
@@ -54,17 +54,18 @@ import sapo
 import train
 from envs import Pool, make_env, parse_action, tasks
 from model import (actor_critic, compiled_scoring, entropy, float32_logits, load, make_batch,
-                   readout_at_start, reserve_value_ids, restricted_log_softmax, value_readout)
-from rollout import Sampler, choose, rollout
+                   check_initial_readout, reserve_value_ids, restricted_log_softmax, sample_token,
+                   value_readout)
+from rollout import DecodeState, End, Sampler, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
-from machine import cli, fast, ranks, runs
-from machine.test_runs import checkpoints
+from runtime import checkpoint, cli, compile as compile_module, distributed, optim
+from runtime.test_checkpoint import checkpoints
 from tools import imitate
 from tools.imitate import random_tiny
-from worlds.test_textworld import TRIAL, needs_games, needs_package, small_game
-from worlds.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
+from simulators.test_textworld import TRIAL, needs_games, needs_package, small_game
+from simulators.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # it may have been imported before, as torch may
@@ -773,11 +774,12 @@ def conversation(turns):
         attic = ["go to attic 1"] if i > 0 else []
         return {"task": "put a mug in desk.", "admissible": [
             "go to bed 1", "go to desk 1", "help", "look", f"touch {i}"] + attic}
-    episode = envs.Household("\nYou wake up.\n\nYour task is to: put a mug in desk.\n", info(0))
+    first_obs = "\nYou wake up.\n\nYour task is to: put a mug in desk.\n"
+    episode = envs.HouseholdPrompts(first_obs, info(0))
     for i in range(1, turns + 1):
         text = f"<think> secret {i} </think> <action> Dance {{obs}} {i} </action>"
         action, _ = parse_action(text, 30)
-        episode.took(action, f"\nYou saw {i}.\n", info(i))
+        episode.record(action, f"\nYou saw {i}.\n", info(i))
     return episode
 
 
@@ -941,7 +943,7 @@ def test_a_small_game_in_the_real_engine(small_game):
 
 
 # ------------------------------------------------------------------------------------- webshop
-# The pages, the search and the reward are tested in worlds/test_webshop.py.
+# The pages, the search and the reward are tested in simulators/test_webshop.py.
 
 
 def test_the_shop_follows_the_protocol(shop_data):
@@ -964,7 +966,7 @@ def test_the_shop_follows_the_protocol(shop_data):
 
 def test_shop_prompts(shop_data):
     env = make_env("webshop", data=shop_data)
-    episode = envs.ShopEpisode(*env.reset(goal_of(env.shop, TASK)))
+    episode = envs.ShopPrompts(*env.reset(goal_of(env.shop, TASK)))
     task = episode.info["task"]
     commands = "Commands on this page: ['search[<your query>]', 'click[search]']"
     for text in (episode.window_prompt(), episode.window_prompt(0), episode.full_prompt()):
@@ -972,7 +974,7 @@ def test_shop_prompts(shop_data):
         assert all(part in text for part in ("What you see: 'Search'\n", commands, envs.ANSWER))
     for action in ("search[dress]", "click[b00dress01]", "click[s]"):
         obs, *_, info = env.step(action)
-        episode.took(action, obs, info)
+        episode.record(action, obs, info)
     text, full = episode.window_prompt(2), episode.full_prompt()
     assert text.count(task) == 1 and "Steps taken so far: 3." in text
     assert "What you did: click[s]" in text and "What you did: search" not in text
@@ -1009,9 +1011,9 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama"]
 GAMES = envs.tasks("house", "train")[:7]
 
 
-def play(lm, engine, context, temperature, max_new=9, horizon=6, seed=(3,), games=GAMES,
+def play(lm, engine, context, temperature, max_new_tokens=9, horizon=6, seed=(3,), games=GAMES,
          sampler_options={}, **options):
-    sampler = Sampler(lm, engine, context, max_new, temperature,
+    sampler = Sampler(lm, engine, context, max_new_tokens, temperature,
                       **{"max_prompt": 2048} | sampler_options)
     pool = envs.Pool("house", {"horizon": horizon})
     return rollout(sampler, games, pool, seed=seed, **options), sampler
@@ -1050,21 +1052,21 @@ OTHERS_SAY = {  # architecture: (its configuration, what kv says, what both engi
     "deepseek_v3": (dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                          kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
                          v_head_dim=8, n_group=1, topk_group=1, num_key_value_heads=4), "", ""),
-    "gemma3_text": ({}, "not every layer attends", ""),
+    "gemma3_text": ({}, "not every layer attends to all", ""),
     "gemma3": (dict(text_config={}, vision_config=dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        image_size=28, patch_size=14)), "not every layer attends", ""),
-    "mamba": ({}, "not every layer attends", ""),
+        image_size=28, patch_size=14)), "not every layer attends to all", ""),
+    "mamba": ({}, "not every layer attends to all", ""),
     "qwen3_next": (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                         shared_expert_intermediate_size=16, linear_key_head_dim=8,
                         linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
                         layer_types=["linear_attention", "full_attention"]),
-                   "not every layer attends", ""),
-    "mpt": (dict(d_model=32, n_heads=4, n_layers=2), "a cache of its own", ""),
-    "bloom": (dict(n_layer=2, n_head=4), "a cache of its own", ""),
-    "gemma2": ({}, "", "softcapping or scaling"),
-    "granite": ({"logits_scaling": 8.0}, "", "softcapping or scaling"),
-    "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64), "", "has no name")}
+                   "not every layer attends to all", ""),
+    "mpt": (dict(d_model=32, n_heads=4, n_layers=2), "its KV cache has another form", ""),
+    "bloom": (dict(n_layer=2, n_head=4), "its KV cache has another form", ""),
+    "gemma2": ({}, "", "softcapping, scaling"),
+    "granite": ({"logits_scaling": 8.0}, "", "softcapping, scaling"),
+    "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64), "", "has no base_model")}
 
 
 @pytest.mark.parametrize("architecture", OTHERS_SAY)
@@ -1105,16 +1107,17 @@ def test_who_answers_when_changes_nothing(context):
     lm = random_model("qwen3", 1)
     told = lambda turns: [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in turns]
     whole, _ = play(lm, "kv", context, 1.0)
-    for rows in (1, 3, 99):
-        some, sampler = play(lm, "kv", context, 1.0, rows=rows)
+    for max_num_seqs in (1, 3, 99):
+        some, sampler = play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)
         assert told(some) == told(whole)
         same_tokens_and_values(some, whole)
-        assert len(sampler.names) <= rows
-    for rows, workers, when in ((3, 2, ()), (3, 2, {4, 11, 20}), (99, 1, {7})):
+        assert len(sampler.slots) <= max_num_seqs
+    for max_num_seqs, workers, when in ((3, 2, ()), (3, 2, {4, 11, 20}), (99, 1, {7})):
         with a_pool(workers, horizon=6) as pool:
             kill_now_and_then(pool, when)
-            again = rollout(Sampler(lm, "kv", context, 9), GAMES, pool, seed=(3,), rows=rows)
-        assert again == play(lm, "kv", context, 1.0, rows=rows)[0]
+            again = rollout(Sampler(lm, "kv", context, 9), GAMES, pool, seed=(3,),
+                            max_num_seqs=max_num_seqs)
+        assert again == play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)[0]
 
 
 @pytest.mark.parametrize("engine", ["kv", "hf"])
@@ -1127,7 +1130,7 @@ def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
     lm = dataclasses.replace(lm, model=lm.model.bfloat16())
     prompts = [[7] * 10, list(range(5, 29)), [9] * 3]
     u = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)).numpy()
-    said = Sampler(lm, engine, max_new=40)(range(3), prompts, u)
+    said = Sampler(lm, engine, max_new_tokens=40)(range(3), prompts, u)
     batch = make_batch([(p + r.ids, [(len(p), len(p) + len(r.ids))])
                         for p, r in zip(prompts, said)])
     with torch.no_grad():
@@ -1140,8 +1143,8 @@ def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
 def test_generate_may_run_a_step_more_than_it_needs(monkeypatch):
     """As it does on a GPU, where it looks a step later whether all rows have ended."""
     lm, u = random_model("qwen2", 1), torch.rand(2, 5).numpy()
-    prompts = [lm.chat.prompt("go to fridge 1"), lm.chat.prompt("look")]
-    said = Sampler(lm, "hf", max_new=5)(range(2), prompts, u)
+    prompts = [lm.chat.encode_user_turn("go to fridge 1"), lm.chat.encode_user_turn("look")]
+    said = Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u)
     generate = lm.model.generate
 
     def one_more(ids, **options):
@@ -1150,7 +1153,7 @@ def test_generate_may_run_a_step_more_than_it_needs(monkeypatch):
         return out
 
     monkeypatch.setattr(lm.model, "generate", one_more)
-    assert Sampler(lm, "hf", max_new=5)(range(2), prompts, u) == said
+    assert Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u) == said
 
 
 def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_up():
@@ -1187,10 +1190,10 @@ def test_attention_without_copies_is_attention(heads, kv_heads):
     for q, mask, plain in ((query, None, causal), (query, ragged, ragged), (*last, last[1])):
         scores = (q @ wide[0].transpose(2, 3)) * 0.3 + plain
         torch.testing.assert_close(
-            model_module.attend(None, q, key, value, mask, scaling=0.3)[0],
+            model_module.grouped_query_attention(None, q, key, value, mask, scaling=0.3)[0],
             (scores.softmax(-1) @ wide[1]).transpose(1, 2))
     with pytest.raises(ValueError, match="softcap"):
-        model_module.attend(None, query, key, value, None, softcap=30.0)
+        model_module.grouped_query_attention(None, query, key, value, None, softcap=30.0)
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -1242,7 +1245,7 @@ def as_on_a_gpu(monkeypatch):
         return types.SimpleNamespace(replay=lambda: captured.step(n, span))
 
     set_up = Sampler.set_up
-    monkeypatch.setattr(fast.Captured, "capture", replay_by_running)
+    monkeypatch.setattr(compile_module.CudaGraphs, "capture", replay_by_running)
     monkeypatch.setattr(Sampler, "set_up", lambda sampler, gpu, compile, check: set_up(
         sampler, True, compile, check))
 
@@ -1252,10 +1255,10 @@ def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
     """What a GPU does beside the arithmetic: rows and lengths are rounded up, idle rows are decoded
     along, and steps are queued before it is known which rows ended in the last ones."""
     lm = random_model("qwen2", 1)
-    plain = [play(lm, "kv", context, 1.0, rows=rows)[0] for rows in (99, 5)]
+    plain = [play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)[0] for max_num_seqs in (99, 5)]
     as_on_a_gpu(monkeypatch)
-    for one, rows in zip(plain, (99, 5)):
-        turns, sampler = play(lm, "kv", context, 1.0, rows=rows)
+    for one, max_num_seqs in zip(plain, (99, 5)):
+        turns, sampler = play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)
         assert len(sampler.decoder.graphs) > 1
         same_tokens_and_values(one, turns)
 
@@ -1269,10 +1272,10 @@ def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypat
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda *args, **options: Fails())
-    monkeypatch.setattr(fast.Captured, "capture", Fails().forward)
+    monkeypatch.setattr(compile_module.CudaGraphs, "capture", Fails().forward)
     turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     same_tokens_and_values(plain, turns)
-    assert not isinstance(sampler.decoder, fast.Captured)
+    assert not isinstance(sampler.decoder, compile_module.CudaGraphs)
     batch = make_batch([sample[:2] for sample in make_samples(turns, "window")])
     for ours, theirs in zip(compiled_scoring(lm, 1000).score(batch), lm.score(batch)):
         torch.testing.assert_close(ours, theirs)
@@ -1280,38 +1283,39 @@ def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypat
     # Layers, what draws and what notes a token, once captured and once not; layers and what is
     # made of the logits in scoring; and the capture of the compiled and of the plain step.
     assert sum("torch.compile failed" in line and "no compiler here" in line for line in said) == 8
-    assert sum("captured" in line for line in said) == 2 and len(said) == 10
+    assert sum("CUDA graphs" in line for line in said) == 2 and len(said) == 10
 
 
 def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog):
     def wrong(captured, n, span):  # a graph that replays something else
-        rows = captured.step.__self__.rows
-        return types.SimpleNamespace(replay=lambda: captured.step(n, span) or rows.p.add_(0.1))
+        state = captured.step.__self__.state
+        return types.SimpleNamespace(replay=lambda: captured.step(n, span) or state.p.add_(0.1))
 
     def by_another_number(function):  # the tokens are others, and their log-probs right
         def drawn(n):
             with monkeypatch.context() as patch:
-                patch.setattr(rollout_module, "choose", lambda logits, u, *rest: choose(
+                patch.setattr(rollout_module, "sample_token", lambda logits, u, *rest: sample_token(
                     logits, (u + 0.5) % 1, *rest))
                 return function(n)
-        return drawn if function.__name__ == "draw_tokens" else function
+        return drawn if function.__name__ == "sample" else function
 
     lm = random_model("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(fast, "compiled_layers", lambda body: body)
-    monkeypatch.setattr(fast, "compiled", by_another_number)
+    monkeypatch.setattr(compile_module, "compiled_layers", lambda body: body)
+    monkeypatch.setattr(compile_module, "compiled", by_another_number)
     _, sampler = play(lm, "kv", "full", 1.0, sampler_options={"compile": True})
-    assert isinstance(sampler.decoder, fast.Captured) and len(caplog.records) == 1
-    monkeypatch.setattr(fast.Captured, "capture", wrong)
+    assert isinstance(sampler.decoder, compile_module.CudaGraphs) and len(caplog.records) == 1
+    monkeypatch.setattr(compile_module.CudaGraphs, "capture", wrong)
     turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     same_tokens_and_values(plain, turns)
     assert sampler.decoder.__name__ == "decode_one_token"
-    assert [r.getMessage().split(" is ")[0] for r in caplog.records[1:]] == [
-        "compiled captured sampling", "captured sampling", "compiled sampling"]
-    monkeypatch.setattr(fast, "compiled_layers", lambda body: lambda **inputs: (
+    assert [record.getMessage().split(": ")[0] for record in caplog.records[1:]] == [
+        f"sampling does not use {mode}"
+        for mode in ("CUDA graphs and torch.compile", "CUDA graphs", "torch.compile")]
+    monkeypatch.setattr(compile_module, "compiled_layers", lambda body: lambda **inputs: (
         types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
-    monkeypatch.setattr(fast, "compiled", lambda function: function)
+    monkeypatch.setattr(compile_module, "compiled", lambda function: function)
     assert compiled_scoring(lm, 1000) is lm and "compiled scoring" in caplog.text
 
 
@@ -1380,30 +1384,31 @@ def test_a_sampler_with_a_mistake_is_refused(context, mistake, dtype):
         return inputs, kwargs
 
     lm.model.base_model.register_forward_pre_hook(spoil, with_kwargs=True)
-    with pytest.raises(ValueError, match="its log-probs are off by .*, where rounding explains"):
+    with pytest.raises(ValueError, match="error of its log-probs is .*, and rounding explains"):
         Sampler(lm, "kv", context, 30)
 
 
 @pytest.mark.parametrize("name, change, says", [
-    ("choose", lambda logits, u, *rest: choose(logits, (u + 0.5) % 1, *rest), "choices of tokens"),
-    ("choose", lambda logits, u, *rest: choose(logits, u, rest[0], 0.7), "log-probs")])
+    ("sample_token", lambda logits, u, *rest: sample_token(logits, (u + 0.5) % 1, *rest),
+     "choices of tokens"),
+    ("sample_token", lambda logits, u, *rest: sample_token(logits, u, rest[0], 0.7), "log-probs")])
 def test_a_sampler_that_draws_wrongly_is_refused(monkeypatch, name, change, says):
     monkeypatch.setattr(rollout_module, name, change)
-    with pytest.raises(ValueError, match=f"its {says} are off"):
+    with pytest.raises(ValueError, match=f"the error of its {says} is"):
         Sampler(random_model("qwen2", 1))
 
 
 def test_values_read_from_another_token_are_refused_in_a_model_whose_values_are_all_0(monkeypatch):
     lm = random_tiny()
     assert not lm.head.weight[list(lm.value_ids)].any()
-    note, kept = Sampler.note_tokens, {}
+    update, kept = DecodeState.update_state, {}
 
-    def late(sampler, n, token, hidden):
-        note(sampler, n, token, kept.get("hidden", hidden)[:n])
-        kept["hidden"] = sampler.rows.hidden[:n] = hidden
+    def late(state, n, token, hidden):
+        update(state, n, token, kept.get("hidden", hidden)[:n])
+        kept["hidden"] = state.hidden[:n] = hidden
 
-    monkeypatch.setattr(Sampler, "note_tokens", late)
-    with pytest.raises(ValueError, match="its V and Q are off"):
+    monkeypatch.setattr(DecodeState, "update_state", late)
+    with pytest.raises(ValueError, match="the error of its V and Q is"):
         Sampler(lm)
     assert not lm.head.weight[list(lm.value_ids)].any()  # the check has put them back
 
@@ -1415,7 +1420,7 @@ def test_a_model_and_a_context_are_compared_once(monkeypatch):
                         lambda sampler: compared.append(sampler.context) or check(sampler))
     for context in ("window", "full", "window"):
         for temperature in (0.4, 1.0):
-            settings = types.SimpleNamespace(engine="kv", context=context, max_new=8,
+            settings = types.SimpleNamespace(engine="kv", context=context, max_new_tokens=8,
                                              max_prompt=None)
             evaluation.sampler_for(lm, settings, temperature)
     assert compared == ["window", "full"]
@@ -1448,7 +1453,7 @@ def test_a_call_that_has_changed_its_arguments_is_not_repeated(monkeypatch, erro
     monkeypatch.setattr(torch, "compile", compile)
     count = torch.zeros(1)
     with contextlib.nullcontext() if again else pytest.raises(RuntimeError, match="kernel"):
-        fast.compiled(lambda x: x.add_(1))(count)
+        compile_module.compiled(lambda x: x.add_(1))(count)
     assert count == 1
 
 
@@ -1457,7 +1462,7 @@ def test_generate_leaves_a_models_settings_as_they_were_whatever_happens(monkeyp
     before = lm.model.generation_config, lm.model.config._attn_implementation
     monkeypatch.setattr(lm.model, "generate", mock.Mock(side_effect=RuntimeError("failed")))
     with pytest.raises(RuntimeError, match="failed"):
-        Sampler(lm, "hf", max_new=2)([0], [[5, 6]], torch.rand(1, 2).numpy())
+        Sampler(lm, "hf", max_new_tokens=2)([0], [[5, 6]], torch.rand(1, 2).numpy())
     assert (lm.model.generation_config, lm.model.config._attn_implementation) == before
 
 
@@ -1465,11 +1470,12 @@ def test_a_step_that_no_memory_is_left_to_capture_runs_eagerly_and_says_so(monke
     lm = random_model("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(fast.Captured, "capture", mock.Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(compile_module.CudaGraphs, "capture",
+                        mock.Mock(side_effect=torch.OutOfMemoryError))
     turns, sampler = play(lm, "kv", "window", 1.0)
     same_tokens_and_values(plain, turns)
-    assert isinstance(sampler.decoder, fast.Captured)
-    assert "no memory left to capture a decoding step of 8 rows" in caplog.text
+    assert isinstance(sampler.decoder, compile_module.CudaGraphs)
+    assert "no memory left to capture a decoding step of 8 slots" in caplog.text
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -1496,33 +1502,34 @@ def test_full_context_encodes_every_token_once():
 def test_choose_draws_from_the_restricted_softmax():
     logits, value_ids = torch.tensor([[1.0, 9.0, 0.0, 9.0, -1.0]]), (1, 3)
     u = torch.linspace(0, 1, 20001)[:-1]
-    token, logp = choose(logits.expand(len(u), -1), u, value_ids, 1.0)
+    token, logp = sample_token(logits.expand(len(u), -1), u, value_ids, 1.0)
     share, policy = token.bincount(minlength=5) / len(u), restricted_log_softmax(logits, value_ids)
     torch.testing.assert_close(share, policy[0].exp(), atol=1e-4, rtol=0)
     torch.testing.assert_close(logp, policy[0][token])
     seeded = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     wide = 2 * torch.randn(40, 1301, generator=seeded[0])  # over several blocks of words
     x = torch.rand(40, generator=seeded[1])
-    drawn = choose(wide, x, (700, 1300), 0.7)[0].tolist()
+    drawn = sample_token(wide, x, (700, 1300), 0.7)[0].tolist()
     for z, share, t in zip(wide.tolist(), x.tolist(), drawn):
         weight = [0.0 if i in (700, 1300) else math.exp(a / 0.7) for i, a in enumerate(z)]
         target = share * sum(weight)
         assert sum(weight[:t]) <= target * (1 + 1e-6)
         assert target <= sum(weight[:t + 1]) * (1 + 1e-6)
-    ends = choose(torch.zeros(3, 1000), torch.tensor([0.0, 1 - 2 ** -24, 1.0]), (0, 999), 1.0)[0]
+    u = torch.tensor([0.0, 1 - 2 ** -24, 1.0])
+    ends = sample_token(torch.zeros(3, 1000), u, (0, 999), 1.0)[0]
     assert not set(ends.tolist()) & {0, 999, 1000}
 
 
 def test_logits_that_are_not_finite_make_no_step_and_index_nothing_beyond_the_words(tmp_path):
     logits = torch.tensor([[NAN] * 300, [math.inf, -math.inf] * 150, [0.0] * 300])
-    token, logp = choose(logits, torch.full((3,), 0.9), (0, 1), 0.7)
+    token, logp = sample_token(logits, torch.full((3,), 0.9), (0, 1), 0.7)
     assert ((0 <= token) & (token < 300)).all() and logp.isfinite().tolist() == [False, False, True]
     lm = random_model("qwen2", 1)
-    sampler = Sampler(lm, max_new=9)
+    sampler = Sampler(lm, max_new_tokens=9)
     with torch.no_grad():
         lm.head.weight[7] = NAN
     turns = rollout(sampler, GAMES[:2], Pool("house", {"horizon": 6}))
-    assert case_of(lm, turns, small_config(tmp_path)).step()["skipped"]
+    assert case_of(lm, turns, small_config(tmp_path)).step()["skipped_steps"]
 
 
 class NothingFromTheHost(TorchDispatchMode):
@@ -1541,7 +1548,7 @@ class NothingFromTheHost(TorchDispatchMode):
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_a_decoding_step_neither_waits_nor_copies(context):
     lm = random_model("qwen2", 1)
-    sampler = Sampler(lm, context=context, max_new=6)
+    sampler = Sampler(lm, context=context, max_new_tokens=6)
     for name in range(3):
         sampler.add(name, [5 + name] * (4 + name), torch.full((6,), 0.3))
     sampler.run(2)
@@ -1552,7 +1559,7 @@ def test_a_decoding_step_neither_waits_nor_copies(context):
                 refused()
         with NothingFromTheHost():
             sampler.step()
-    assert sampler.open == 3
+    assert sampler.num_active == 3
 
 
 def test_reserved_words_are_never_sampled_even_when_they_are_the_likeliest():
@@ -1600,39 +1607,41 @@ def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain
     longest = max(len(t.prompt_ids) for t in free)
     tight, sampler = play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": longest - 10})
     assert max(len(t.prompt_ids) for t in tight) <= longest - 10 == sampler.limit
-    assert not any(t.outgrown for t in tight)
+    assert not any(t.context_overflow for t in tight)
     ended, sampler = play(lm, "kv", "full", 1.0, sampler_options={"max_prompt": 81})
     assert sampler.limit == 81
     last = [t for t in ended if t.done]
     assert len(last) == len(GAMES) and any(t.truncated and t.turn < 5 for t in last)
-    assert all(t.outgrown == (t.turn < 5 and not t.won) for t in last)
-    assert not any(t.outgrown for t in free)
+    assert all(t.context_overflow == (t.turn < 5 and not t.won) for t in last)
+    assert not any(t.context_overflow for t in free)
     first = [len(t.prompt_ids) for t in free if t.turn == 0]
     some, _ = play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": max(first) - 1})
     assert 0 < len({t.traj for t in some}) == sum(n < max(first) for n in first) < len(GAMES)
-    numbers = train.episode_numbers(some, lm, envs.CATEGORIES, len(GAMES))
+    numbers = train.rollout_metrics(some, lm, envs.CATEGORIES, len(GAMES))
     ends = [t for t in some if t.done]
     assert numbers["episodes"] == len(GAMES)
     assert numbers["success"] == pytest.approx(sum(t.won for t in ends) / len(GAMES))
-    assert numbers["outgrown"] == pytest.approx(
-        (sum(t.outgrown for t in ends) + len(GAMES) - len(ends)) / len(GAMES))
+    assert numbers["context_overflow"] == pytest.approx(
+        (sum(t.context_overflow for t in ends) + len(GAMES) - len(ends)) / len(GAMES))
     for limit, says in (({"max_prompt": 10}, "than 10 tokens: raise --max_prompt"),
-                        ({"max_new": 4090}, "4096 are left beside --max_new 4090")):
+                        ({"max_new_tokens": 4090},
+                         "--max_new_tokens 4090, no more of the model's 4096 are left")):
         with pytest.raises(ValueError, match=says):
-            play(lm, "kv", "window", 1.0, max_new=limit.pop("max_new", 9), sampler_options=limit)
+            play(lm, "kv", "window", 1.0, max_new_tokens=limit.pop("max_new_tokens", 9),
+                 sampler_options=limit)
 
 
 @pytest.mark.parametrize("history", [0, 2])
 def test_a_turn_is_what_the_game_showed_and_answered(history):
     """Plays every game once more by hand: what the model saw, what it did, what came of it."""
     games = envs.tasks("house", "train")[:24]
-    turns, _ = play(load(TINY_HOUSE), "kv", "window", 1.0, max_new=16, horizon=20,
+    turns, _ = play(load(TINY_HOUSE), "kv", "window", 1.0, max_new_tokens=16, horizon=20,
                     games=games, history=history)
     env, facts = make_env("house", horizon=20), set()
     for t in turns:
         if t.turn == 0:
             obs, info = env.reset(t.task)
-            episode = envs.House.episode(obs, info)
+            episode = envs.House.prompt_builder(obs, info)
         assert t.prompt == episode.window_prompt(history) and t.obs == obs
         action, valid = parse_action(t.text, env.fallback)
         assert (t.action, t.invalid) == (action, not valid)
@@ -1640,7 +1649,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
         obs, reward, won, truncated, info = env.step(action)
         assert (t.reward, t.done, t.truncated) == (reward, won or truncated, truncated)
         assert (t.won, t.score, t.category) == (won, float(won), info["category"])
-        episode.took(action, obs, info)
+        episode.record(action, obs, info)
         facts |= {("won", t.won), ("admissible", t.admissible), ("truncated", t.truncated)}
     assert len(facts) == 6
 
@@ -1656,7 +1665,7 @@ def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
     named = reserve_value_ids(tokenizer, len(tokenizer), stops, ("<|tool|>", "5"))
     assert named == tuple(tokenizer.convert_tokens_to_ids(["<|tool|>", "5"]))
     for names in (("<|end|>", "<|tool|>"), ("nonsense-word", "<|tool|>"), ("<|tool|>",) * 2):
-        with pytest.raises(ValueError, match=f"--value_tokens {names[0]}.*: not two tokens"):
+        with pytest.raises(ValueError, match=f"--value_tokens {names[0]}.*: give two different"):
             reserve_value_ids(tokenizer, len(tokenizer), stops, names)
 
 
@@ -1668,14 +1677,15 @@ def test_v_leaves_zero_in_16_bits_at_the_papers_learning_rate():
         lm = actor_critic(model, base.tokenizer, value_ids=ids)
         lm.head.weight.data[6] = lm.head.weight.data[5]
         v = lambda batch: (value_loss(lm.score(batch).p_v, *targets, clip=0.2)[0], {})
-        imitate.take_step(model, ranks.AdamW(model.parameters(), 1e-6), [batch], v)
+        imitate.train_step(model, optim.AdamW(model.parameters(), 1e-6), [batch], v)
         assert lm.score(batch).p_v.all() == (ids is None)
 
 
 def test_a_saturated_start_says_what_to_change():
     lm = random_model("qwen2", 1)
     with pytest.raises(ValueError, match="--value_tokens.*--tau_v"):
-        readout_at_start(dataclasses.replace(lm, tau_v=1e-6), lm.chat.prompt("hello"))
+        check_initial_readout(dataclasses.replace(lm, tau_v=1e-6),
+                              lm.chat.encode_user_turn("hello"))
 
 
 def test_the_conversation_grows_by_appending():
@@ -1687,9 +1697,10 @@ def test_the_conversation_grows_by_appending():
                 {"role": "user", "content": "two"}]
     whole = encode(lm.tokenizer.apply_chat_template(messages, tokenize=False,
                                                     add_generation_prompt=True))
-    assert lm.chat.prompt("one") + said + [stop] + lm.chat.prompt("two", [stop]) == whole
+    first, second = lm.chat.encode_user_turn("one"), lm.chat.encode_user_turn("two", [stop])
+    assert first + said + [stop] + second == whole
     # A response that was cut off gets the stop token it lacks.
-    assert lm.chat.prompt("one") + said + lm.chat.prompt("two", said) == whole
+    assert lm.chat.encode_user_turn("one") + said + lm.chat.encode_user_turn("two", said) == whole
 
 
 @pytest.mark.parametrize("architecture, more", [
@@ -1754,15 +1765,15 @@ def test_a_game_can_say_anything_but_control_tokens(name):
     for text in (ordinary, f"  {ordinary}\n", "-"):
         message = [{"role": "user", "content": text.strip()}]
         whole = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        assert chat.prompt(text) == tokenizer(whole, add_special_tokens=False).input_ids
+        assert chat.encode_user_turn(text) == tokenizer(whole, add_special_tokens=False).input_ids
     control = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
                if "think" not in token.content}
-    plain = Counter(i for i in chat.prompt("-") if i in control.values())
+    plain = Counter(i for i in chat.encode_user_turn("-") if i in control.values())
     attack = "".join(f"x{token}<{token}\n{token[:-1]}{token}" for token in control) + "<|User|"
-    ids = chat.prompt(attack)
+    ids = chat.encode_user_turn(attack)
     assert Counter(i for i in ids if i in control.values()) == plain and sum(plain.values()) > 1
     assert tokenizer.decode(ids) == chat.begin + attack + chat.end
-    later = chat.prompt(attack, before=[1])
+    later = chat.encode_user_turn(attack, before=[1])
     assert tokenizer.decode(later) == chat.between + attack + chat.end
     assert chat.response_prefix == begun
     said = {"": "<think>a</think>", "<think>\n": "a</think>"}.get(begun, "")
@@ -1813,7 +1824,7 @@ def test_a_saved_folder_is_an_ordinary_one_and_stays_ours(tmp_path, dtype):
                              ("config", "rope_theta", 10000.0)):
         assert json.loads((tmp_path / f"{name}.json").read_text())[key] == value
     env = make_env("house")
-    prompt = envs.House.episode(*env.reset(GAMES[0])).window_prompt()
+    prompt = envs.House.prompt_builder(*env.reset(GAMES[0])).window_prompt()
     message = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt",
                                         return_dict=True)
@@ -1823,7 +1834,7 @@ def test_a_saved_folder_is_an_ordinary_one_and_stays_ours(tmp_path, dtype):
                              * sample)[:, ids.input_ids.shape[1]:]
         assert not torch.isin(out, torch.tensor(lm.value_ids)).any()
         if not sample:
-            response, = Sampler(lm, max_new=12, temperature=0.0).generate([prompt])
+            response, = Sampler(lm, max_new_tokens=12, temperature=0.0).generate([prompt])
             assert out[0].tolist() == response.ids
     again = actor_critic(model, tokenizer)  # sapo.json counts here too
     assert (again.value_ids, again.tau_v) == (lm.value_ids, lm.tau_v)
@@ -1844,8 +1855,8 @@ def test_the_lines_of_the_readme_train_in_a_thread_and_write_no_log(tmp_path, mo
 
 
 def test_a_config_is_whole_and_training_refuses_what_does_not_fit(tmp_path):
-    config = train.Config(env=envs.House, out=str(tmp_path / "new" / "run"), iterations=1, tasks=2,
-                          horizon=3, max_new=4)
+    config = train.Config(env=envs.House, out=str(tmp_path / "new" / "run"), iterations=1,
+                          batch_size=2, horizon=3, max_new_tokens=4)
     assert (config.eval_games, config.max_prompt, config.group_size, config.dtype) == (
         192, 2048, 1, "bfloat16" if GPU else "float32")
     assert train.Config(algo="grpo", context="full").group_size == 8
@@ -1856,7 +1867,7 @@ def test_a_config_is_whole_and_training_refuses_what_does_not_fit(tmp_path):
         train.train(train.Learner(lm, config), pool, config)
     for name in ("r_max", "tau_v"):
         other = dataclasses.replace(config, out=None, **{name: 3.0})
-        with pytest.raises(ValueError, match="tau_v and r_max of the model are 1 and 10"):
+        with pytest.raises(ValueError, match="the model has tau_v 1 and r_max 10"):
             train.train(train.Learner(lm, other), pool, other)
 
     class Mine(envs.House):
@@ -1871,12 +1882,12 @@ def test_a_config_is_whole_and_training_refuses_what_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("sequence, u, says", [
-    ("text", [0.5] * 4, "lm.chat.prompt"), ([1.0], [0.5] * 4, "lm.chat.prompt"),
-    ([], [0.5] * 4, "a sequence of 0 tokens"), ([5, 10 ** 6], [0.5] * 4, "ids from 5 to 1000000"),
-    ([-1, 5], [0.5] * 4, "ids from -1"), ([5], None, "4 uniform numbers"),
-    ([5], [0.5], "4 uniform numbers")])
+    ("text", [0.5] * 4, "lm.chat.encode_user_turn"), ([1.0], [0.5] * 4, "lm.chat.encode_user_turn"),
+    ([], [0.5] * 4, "a sequence has 0 tokens"), ([5, 10 ** 6], [0.5] * 4, "ids from 5 to 1000000"),
+    ([-1, 5], [0.5] * 4, "ids from -1"), ([5], None, "4 uniform random numbers"),
+    ([5], [0.5], "4 uniform random numbers")])
 def test_a_sampler_refuses_what_cannot_be_right(sequence, u, says):
-    sampler = Sampler(random_tiny(), max_new=4)
+    sampler = Sampler(random_tiny(), max_new_tokens=4)
     with pytest.raises(ValueError, match=says):
         sampler.add("a", sequence, u)
     assert not sampler.busy
@@ -1885,20 +1896,20 @@ def test_a_sampler_refuses_what_cannot_be_right(sequence, u, says):
 def test_a_sampler_refuses_names_that_are_taken_and_conversations_that_do_not_go_on():
     lm = random_tiny()
     for context in ("window", "full"):
-        sampler = Sampler(lm, context=context, max_new=4, temperature=0.0)
-        with pytest.raises(ValueError, match="None is no name"):
+        sampler = Sampler(lm, context=context, max_new_tokens=4, temperature=0.0)
+        with pytest.raises(ValueError, match="None is not a valid name"):
             sampler.add(None, [5])
         sampler.add("a", [5, 6])
-        with pytest.raises(ValueError, match="'a' is of a sequence that has no response yet"):
+        with pytest.raises(ValueError, match="the sequence named 'a' has no response yet"):
             sampler.add("a", [5, 6])
         (_, response), = sampler.run()
         past = [5, 6] + response.ids
         for other in ([5], [9] * 20, past) if context == "full" else ():
-            with pytest.raises(ValueError, match="does not go on with it"):
+            with pytest.raises(ValueError, match="this sequence does not continue"):
                 sampler.add("a", other)
         sampler.add("a", changed := past[:2] + [9, *past[3:], 7])  # the response was
         (_, found), = sampler.run()
-        expected, = Sampler(lm, max_new=4, temperature=0.0).generate([changed])
+        expected, = Sampler(lm, max_new_tokens=4, temperature=0.0).generate([changed])
         assert found.ids == expected.ids and found.v == pytest.approx(expected.v, abs=1e-4)
         sampler.drop("a")
         sampler.add("a", [9])
@@ -1913,8 +1924,8 @@ def test_importing_and_wrapping_changes_nothing_that_a_process_shares():
                           [*sys.path], huggingface_hub.constants.HF_HUB_OFFLINE, os.getcwd())
         before = shared()
         import envs, eval, model, rollout, sapo, train
-        rollout.Sampler(model.load("tiny"), max_new=4).generate(["look"])
-        envs.known("tools.lake:Lake")
+        rollout.Sampler(model.load("tiny"), max_new_tokens=4).generate(["look"])
+        envs.env_class("tools.frozen_lake:FrozenLake")
         assert shared() == before, (before, shared())"""
     env = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
     subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, check=True)
@@ -1930,7 +1941,7 @@ def test_compiled_models_numbers_for_words_and_tokenizers_without_a_template():
         again = actor_critic(model, tokenizer, value_tokens=(15, 16))
         assert again.value_ids == (15, 16) and again.chat is None
         assert again.score(make_batch([([5, 6, 7], [(1, 3)])])).logp.isfinite().all()
-        response, = Sampler(again, max_new=4).generate([[5, 6, 7]])
+        response, = Sampler(again, max_new_tokens=4).generate([[5, 6, 7]])
         assert len(response.ids) == len(response.logp)
 
 
@@ -1963,13 +1974,14 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
     lm.tokenizer.add_tokens(["one", "more", "word"])
     lm.save(short)
     for name, complaint in ((str(tmp_path / "mute"), "chat template"), (adapter, "merge it"),
-                            (words, "tokenizer, .* reads .* back as"), (short, "resize_token"),
-                            (str(tmp_path), "cannot load"), ("no-such-model", "no folder here"),
+                            (words, "tokenizer, .* encodes .* and decodes it as"),
+                            (short, "resize_token"),
+                            (str(tmp_path), "cannot load"), ("no-such-model", "not a folder here"),
                             ("runs/x/nope", "no such folder"),
                             ("Qwen2.5-1.5B-Instruct", "cannot load")):
         with pytest.raises(ValueError, match=complaint):
             load(name)
-    with pytest.raises(ValueError, match="its log-probs are off by"):
+    with pytest.raises(ValueError, match="the error of its log-probs is"):
         Sampler(odd_model())
 
 
@@ -1977,7 +1989,8 @@ def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
 
 def small_config(tmp_path, *flags):
     return train.parse_config([
-        "--tasks", "6", "--iterations", "2", "--horizon", "6", "--eval_games", "4", "--mini_batch",
+        "--batch_size", "6", "--iterations", "2", "--horizon", "6", "--eval_games", "4",
+        "--mini_batch",
         "12", "--save_every", "1", "--out", str(tmp_path), *map(str, flags)])
 
 
@@ -1986,30 +1999,30 @@ def gradient(model):
 
 
 class Case(NamedTuple):
-    """An iteration that waits for its update. Turns are numbered as in `played`."""
+    """An iteration before its update. Turns are numbered as in `batch`."""
 
     learner: train.Learner
-    played: train.Played
-    batches: list
-    old: model_module.Scores
+    batch: train.RolloutBatch
+    minibatches: list
+    old: train.BehaviourScores
     ref: torch.Tensor
     targets: train.Targets
 
     def step(self, n=0):
-        return self.learner.step(self.batches[n], self.old, self.ref, self.targets, 0)
+        return self.learner.step(self.minibatches[n], self.old, self.ref, self.targets, 0)
 
     def columns(self, *names):
         """Fields of the turns, each (N,) in float64."""
-        return [tensor([float(getattr(t, name)) for t in self.played.turns]) for name in names]
+        return [tensor([float(getattr(t, name)) for t in self.batch.turns]) for name in names]
 
     def of_turn(self, n, flat):
         """(M,) -> the part of the n-th turn."""
-        return flat[self.played.turn_of == n]
+        return flat[self.batch.turn_of == n]
 
     def logits(self):
         """The first mini-batch's turns -> (n, the logits before its tokens, and after them, from a
         pass of its own)."""
-        for m in self.batches[0]:
+        for m in self.minibatches[0]:
             spans = zip(m.batch.row.tolist(), m.batch.start.tolist(), m.batch.end.tolist())
             for n, (row, start, end) in enumerate(spans, m.turns.start):
                 yield n, self.learner.lm.model(m.batch.ids[row:row + 1, :end]).logits[0, start - 1:]
@@ -2021,10 +2034,10 @@ def case_of(lm, turns, config):
     learner.optimizers[""].step = mock.Mock()
     if learner.critic:  # or all of its values would be 0
         torch.nn.init.normal_(learner.critic.head.weight, std=0.1)
-    played, batches = train.pack(turns, config, 0, lm.device)
-    old, _ = train.score_old(lm, played, batches, config)
-    ref = train.score_all(learner.reference, batches).logp if config.beta else None
-    return Case(learner, played, batches, old, ref, learner.targets(played, batches, old))
+    batch, minibatches = train.make_minibatches(turns, config, 0, lm.device)
+    old = learner.score_behaviour_policy(batch, minibatches)
+    ref = learner.score_reference(minibatches)
+    return Case(learner, batch, minibatches, old, ref, learner.targets(batch, old))
 
 
 def prepared(tmp_path, *flags, lm=None):
@@ -2043,13 +2056,13 @@ def prepared(tmp_path, *flags, lm=None):
 def off_policy(case):
     """The case with another policy's log-probs and values, whatever the order of its turns: there
     is something to clip, and the KL is not 0."""
-    said = torch.tensor([i for t in case.played.turns for i in t.action_ids])
+    token = torch.tensor([i for t in case.batch.turns for i in t.action_ids])
     traj, turn = case.columns("traj", "turn")
     wave = torch.sin(7 * traj + turn).float() / 5
-    old = case.old._replace(logp=case.old.logp + 0.3 * torch.sin(said), p_v=case.old.p_v + wave,
+    old = case.old._replace(logp=case.old.logp + 0.3 * torch.sin(token), p_v=case.old.p_v + wave,
                             p_q=case.old.p_q - wave)
-    return case._replace(old=old, ref=case.ref + 0.3 * torch.sin(said + 1),
-                         targets=case.learner.targets(case.played, case.batches, old))
+    return case._replace(old=old, ref=case.ref + 0.3 * torch.sin(token + 1),
+                         targets=case.learner.targets(case.batch, old))
 
 
 @pytest.fixture
@@ -2077,9 +2090,9 @@ def test_the_first_step_is_reinforce_and_leaves_the_value_rows_alone(tmp_path, u
     found = gradient(lm.model)
     assert not lm.model.lm_head.weight.grad[list(lm.value_ids)].any()
     lm.model.zero_grad()
-    tokens = sum(len(m.batch.turn_of) for m in case.batches[0])
+    tokens = sum(len(m.batch.turn_of) for m in case.minibatches[0])
     for n, z in case.logits():
-        said = torch.tensor(case.played.turns[n].action_ids)[:, None]
+        said = torch.tensor(case.batch.turns[n].action_ids)[:, None]
         logp = restricted_log_softmax(z[:-1], lm.value_ids).gather(1, said)
         (-case.of_turn(n, case.targets.adv)[0] * logp.sum() / tokens).backward()
     torch.testing.assert_close(found, gradient(lm.model), atol=1e-5, rtol=1e-4)
@@ -2093,7 +2106,7 @@ def test_micro_batch_size_changes_no_gradient(tmp_path, context, unclipped):
                                    "--tokens_per_micro_batch", budget))
         case.step()
         found.append(gradient(case.learner.lm.model))
-        parts.append(len(case.batches[0]))
+        parts.append(len(case.minibatches[0]))
     assert parts[0] > parts[1] > parts[2]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-4)
@@ -2115,7 +2128,7 @@ def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tmp_path
 
         case.learner.lm.score = short_of_memory
         found.append((case.step(), gradient(case.learner.lm.model)))
-    assert "again, and goes on, with --tokens_per_micro_batch" in capsys.readouterr().out
+    assert "and continuing, with --tokens_per_micro_batch" in capsys.readouterr().out
     assert case.learner.config.tokens_per_micro_batch <= 500
     (whole, one), (halved, other) = found
     assert halved == pytest.approx(whole, rel=1e-5, abs=1e-6)
@@ -2127,17 +2140,17 @@ def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tmp_path
 
 def test_gradients_of_a_16_bit_model_are_added_up_in_float32(tmp_path, unclipped):
     """A sum over many micro-batches, against the sum of their gradients in float64."""
-    def error(moments):
+    def error(state_dtype):
         lm = random_model("qwen2", 1, dtype=torch.bfloat16)
         case = off_policy(prepared(tmp_path, "--mini_batch", 1000, "--tokens_per_micro_batch", 1,
-                                   "--moments", moments, lm=lm))
+                                   "--optim_state_dtype", state_dtype, lm=lm))
         case.step()
         whole, total = gradient(lm.model).double(), 0
-        tokens = sum(len(m.batch.turn_of) for m in case.batches[0])
+        tokens = sum(len(m.batch.turn_of) for m in case.minibatches[0])
         loss_of = lambda micro: case.learner.loss(micro, case.old, case.ref, case.targets, tokens,
-                                                  len(case.batches[0]))
-        for micro in case.batches[0]:
-            train.add_up_gradients(lm.model, [micro], loss_of)
+                                                  len(case.minibatches[0]))
+        for micro in case.minibatches[0]:
+            train.accumulate_gradients(lm.model, [micro], loss_of)
             total = total + gradient(lm.model).double()
         return ((whole - total).norm() / total.norm()).item()
 
@@ -2149,15 +2162,15 @@ def test_an_update_is_the_papers_loss_of_the_models_own_logits(tmp_path, context
     """Eq. 1 to 12 from logits to gradient, off-policy, with another number for every setting."""
     case = off_policy(prepared(
         tmp_path, "--context", context, *"--clip 0.1 --c_v 0.7 --c_q 0.3 --beta 0.05 --c_h 0.02 "
-        "--gamma 0.9 --lam 0.8 --c_inv 0.6 --r_max 4".split()))
-    info, lm, turns = case.step(), case.learner.lm, case.played.turns
+        "--gamma 0.9 --gae_lambda 0.8 --c_inv 0.6 --r_max 4".split()))
+    info, lm, turns = case.step(), case.learner.lm, case.batch.turns
     found = gradient(lm.model)
     lm.model.zero_grad()
     adv, y_v, y_q = turn_targets(*case.columns("traj", "turn", "reward", "done"), 4 * case.old.p_v,
                                  4 * case.old.p_q, gamma=0.9, lam=0.8)
     adv = advantages_by_loop(adv, *case.columns("invalid"), 0.6, torch.ones(len(turns)), 1e-8)
-    tokens = sum(len(m.batch.turn_of) for m in case.batches[0])
-    count = sum(len(m.batch.start) for m in case.batches[0])
+    tokens = sum(len(m.batch.turn_of) for m in case.minibatches[0])
+    count = sum(len(m.batch.start) for m in case.minibatches[0])
     words = [i for i in range(lm.model.config.vocab_size) if i not in lm.value_ids]
     plus, minus = lm.value_ids
     total = 0.0
@@ -2188,16 +2201,16 @@ def test_an_update_is_the_papers_loss_of_the_models_own_logits(tmp_path, context
 def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, context, size):
     case = prepared(tmp_path, "--context", context, "--mini_batch", size,
                     "--tokens_per_micro_batch", 500)
-    played, turns, config = case.played, case.played.turns, case.learner.config
+    batch, turns, config = case.batch, case.batch.turns, case.learner.config
     seen = [(t.traj, t.turn) for t in turns]
     length = Counter(t.traj for t in turns)
     assert sorted(seen) == [(traj, n) for traj in range(7) for n in range(length[traj])]
-    sizes = [sum(len(m.batch.start) for m in mini) for mini in case.batches]
+    sizes = [sum(len(m.batch.start) for m in mini) for mini in case.minibatches]
     assert all(sizes)  # however long a trajectory is
     if context == "window":  # a trajectory of `full` is not divided
         assert len(sizes) == math.ceil(len(turns) / size) and max(sizes) - min(sizes) <= 1
     tokens = n = 0
-    for m in (m for mini in case.batches for m in mini):
+    for m in (m for mini in case.minibatches for m in mini):
         mine = turns[n:n + len(m.batch.start)]
         said = [i for t in mine for i in t.action_ids]
         assert m.batch.ids[m.batch.token_row, m.batch.token_col].tolist() == said
@@ -2205,9 +2218,9 @@ def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, 
         assert m.tokens == slice(tokens, tokens + len(said))
         assert m.turns == slice(n, n + len(mine))
         tokens, n = m.tokens.stop, m.turns.stop
-    assert n == len(turns) and tokens == len(played.turn_of) == len(played.logp)
-    assert played.turn_of.tolist() == [n for n, t in enumerate(turns) for _ in t.action_ids]
-    other = train.pack(turns, dataclasses.replace(config, seed=1), 0, "cpu")[0].turns
+    assert n == len(turns) and tokens == len(batch.turn_of) == len(batch.logp)
+    assert batch.turn_of.tolist() == [n for n, t in enumerate(turns) for _ in t.action_ids]
+    other = train.make_minibatches(turns, dataclasses.replace(config, seed=1), 0, "cpu")[0].turns
     assert seen != [(t.traj, t.turn) for t in other]
 
 
@@ -2216,11 +2229,12 @@ def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
     assert case.step()["grad_norm"] > 1
     assert gradient(case.learner.lm.model).norm().item() == pytest.approx(1, rel=1e-4)
     adv = case.targets.adv.clone()
-    adv[case.batches[0][0].tokens.start] = NAN
+    adv[case.minibatches[0][0].tokens.start] = NAN
     bad = case._replace(targets=case.targets._replace(adv=adv))
-    skipped = [its.step(n)["skipped"] for its, n in [(bad, 0)] * 4 + [(case, 1)] + [(bad, 0)] * 4]
+    order = [(bad, 0)] * 4 + [(case, 1)] + [(bad, 0)] * 4
+    skipped = [which.step(n)["skipped_steps"] for which, n in order]
     assert skipped == [1] * 4 + [0] + [1] * 4
-    with pytest.raises(ValueError, match="5 steps in a row.*go on from.*a lower --lr"):
+    with pytest.raises(ValueError, match="5 steps in a row.*start again from.*a lower --lr"):
         bad.step()
     assert case.learner.optimizers[""].step.call_count == 2
 
@@ -2241,7 +2255,7 @@ def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_mad
     kept, model = [], shutil.copytree(TINY_HOUSE, tmp_path / "start")
     (model / "sapo.json").write_text('{"value_ids": [599, 600], "tau_v": 0.25, "r_max": 5.0}')
     config = small_config(tmp_path / "run", "--iterations", 3, "--mini_batch", 6, "--lr", 1e-2,
-                          "--lr_warmup", 4, "--lr_end", 0.5, "--model", model)
+                          "--lr_warmup", 4, "--lr_final_fraction", 0.5, "--model", model)
     monkeypatch.setattr(train, "rollout", watched)
     train.run(config)
     learner = train.Learner(load(TINY_HOUSE, tau_v=1.0, r_max=10.0), config)
@@ -2261,8 +2275,8 @@ def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_mad
 def test_every_game_comes_once_before_any_comes_twice_and_group_size_times(tmp_path):
     config, ids = small_config(tmp_path, "--algo", "rloo", "--group_size", 2), list("abcdefg")
     run = train.Run.__new__(train.Run)
-    run.ids, run.config = ids, dataclasses.replace(config, tasks=6, iterations=14)
-    drawn = [game for n in range(15) for game in run.games(n)]
+    run.task_ids, run.config = ids, dataclasses.replace(config, batch_size=6, iterations=14)
+    drawn = [game for n in range(15) for game in run.task_batch(n)]
     once = drawn[::2]
     assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
     assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))
@@ -2273,7 +2287,7 @@ def test_every_game_comes_once_before_any_comes_twice_and_group_size_times(tmp_p
 
 def advantages(case):
     """(N,): a turn's advantage is the same on all of its tokens."""
-    parts = [case.of_turn(n, case.targets.adv) for n in range(len(case.played.turns))]
+    parts = [case.of_turn(n, case.targets.adv) for n in range(len(case.batch.turns))]
     assert all(adv.unique().numel() == 1 for adv in parts)
     return torch.stack([adv[0] for adv in parts]).double()
 
@@ -2289,7 +2303,7 @@ near = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
 @pytest.mark.parametrize("algo", ["grpo", "rloo", "gigpo", "gigpo-nostd", "empg"])
 def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
     case = prepared(tmp_path, "--algo", algo, "--context", context, "--group_size", 3)
-    turns = case.played.turns
+    turns = case.batch.turns
     rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.obs), t.reward) for t in turns]
     if algo.startswith("gigpo"):
         expected = gigpo_by_loop(rows, 0.95, 1.0, algo == "gigpo")
@@ -2305,14 +2319,14 @@ def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo,
 def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_path, context):
     case = prepared(tmp_path, "--algo", "ppo", "--context", context, "--critic_lr", 1e-3)
     targets, total = case.targets, returns_by_loop(
-        [(t.traj, 0, 0, 0, t.reward) for t in case.played.turns])
-    values = torch.cat([case.learner.critic(m.batch) for mini in case.batches for m in mini])
-    score = tensor([total[t.traj] - 0.1 * t.invalid for t in case.played.turns]) / 10
-    score = score[case.played.turn_of]  # of each token, with gamma = lambda = 1
-    assert values.any() and targets.value_old.equal(values.detach())
+        [(t.traj, 0, 0, 0, t.reward) for t in case.batch.turns])
+    values = torch.cat([case.learner.critic(m.batch) for mini in case.minibatches for m in mini])
+    score = tensor([total[t.traj] - 0.1 * t.invalid for t in case.batch.turns]) / 10
+    score = score[case.batch.turn_of]  # of each token, with gamma = lambda = 1
+    assert values.any() and case.old.p_v.equal(values.detach())
     near(targets.y_v, score.float())
     near(targets.adv.double(), whitened(score - values))
-    assert targets.returns.tolist() == [total[t.traj] for t in case.played.turns]
+    assert targets.returns.tolist() == [total[t.traj] for t in case.batch.turns]
     case.learner.steps = 100  # the warm-up is over
     losses = [case.step()["loss_critic"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]
@@ -2322,17 +2336,18 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
 @pytest.mark.parametrize("flags", ["--algo sapo-separate", "--c_v 0 --c_q 0"])
 def test_v_is_a_separate_critics_or_zero(tmp_path, flags, context):
     case = prepared(tmp_path, "--context", context, *flags.split())
-    targets, v = case.targets, torch.zeros(len(case.played.turns))
+    targets, v = case.targets, torch.zeros(len(case.batch.turns))
     if case.learner.critic:  # before the response alone
-        values = torch.cat([case.learner.critic(m.batch) for mini in case.batches for m in mini])
+        values = torch.cat([case.learner.critic(m.batch)
+                            for mini in case.minibatches for m in mini])
         v = torch.stack([case.of_turn(n, values)[0] for n in range(len(v))]).detach()
-        near(targets.value_old, v)
+        near(case.old.p_v, v)
     adv, y_v, _ = turn_targets(*case.columns("traj", "turn", "reward", "done"), 10 * v, 0 * v,
                                gamma=0.95, lam=0.95)
     near(advantages(case), whitened(adv.double() - 0.1 * case.columns("invalid")[0]))
     near(targets.y_v, y_v.float() / 10)
     near(targets.v, 10 * v)
-    assert case.old.p_v.any() and v.any() == bool(case.learner.critic)
+    assert v.any() == bool(case.learner.critic) and (v.any() or case.old.p_v.any())
 
 
 # ---- whole runs
@@ -2391,10 +2406,10 @@ def check_run(folder, iterations=2):
     assert [line["iteration"] for line in lines] == list(range(iterations))
     assert all(math.isfinite(line[key]) for line in lines for key in (
         "success", "tokens_encoded", "loss_policy", "loss_v", "kl", "v_explained_variance",
-        "grad_norm", "time_env", "time_rollout", "time_old", "time_ref", "time_update"))
+        "grad_norm", "time_env", "time_rollout", "time_old_logprobs", "time_ref", "time_update"))
     assert 0 <= json.loads((folder / "eval.json").read_text())["success_before"] <= 1
     page = (folder / "transcripts" / "0001.html").read_text()
-    assert page.count("<section>") >= 1 and "V, before the response" in page
+    assert page.count("<section>") >= 1 and "V before the response" in page
     assert (folder / "curves.png").stat().st_size > 5000
     assert [p.name for p in folder.glob("checkpoint*")] == [f"checkpoint-{iterations}"]
     return lines
@@ -2418,8 +2433,8 @@ def test_a_run_leaves_what_it_promises_and_eval_reads_it(tmp_path, monkeypatch, 
         products = [DRESS | {"asin": f"B{n:09d}"} for n in range(30)]
         wishes = {product["asin"]: wish for product in products}
         flags = [*flags, "--data", write_catalogue(tmp_path / "shop", products, wishes)]
-    run, categories = tmp_path / "run", envs.known(env).categories.values()
-    run_main(train, monkeypatch, "--env", env, "--tasks", 5, "--horizon", 6, "--eval_games", 3,
+    run, categories = tmp_path / "run", envs.env_class(env).categories.values()
+    run_main(train, monkeypatch, "--env", env, "--batch_size", 5, "--horizon", 6, "--eval_games", 3,
              "--iterations", 2, "--out", run, *flags)
     assert all({*line["success_by_category"]} == {*categories} for line in check_run(run))
     assert "\n| start | 1 | " in capsys.readouterr().out
@@ -2438,8 +2453,8 @@ def test_a_seed_trains_one_model_stopped_or_not_and_on_two_ranks_up_to_rounding(
                                                                                 flags):
     """The games, the random numbers and the global statistics and denominators are the same; groups
     are split over the ranks; a checkpoint holds the critic and its optimizer."""
-    every = [*strong, *flags.split(), "--tasks", 6, "--eval_games", 0, "--mini_batch", 12,
-             "--lr_warmup", 4, "--lr_end", 1]
+    every = [*strong, *flags.split(), "--batch_size", 6, "--eval_games", 0, "--mini_batch", 12,
+             "--lr_warmup", 4, "--lr_final_fraction", 1]
     for name, start, *more in (("one", Alone, 2), ("two", TwoRanks, 2), ("cut", Alone, 1),
                                ("cut", Alone, 2, "--resume")):
         start(*every, "--out", tmp_path / name, "--iterations", *more).finish()
@@ -2459,15 +2474,16 @@ def test_metrics_go_to_wandb_and_a_resumed_run_goes_on_under_its_id(tmp_path, mo
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for more in (["--iterations", 1], ["--iterations", 2, "--resume"]):
-        run_main(train, monkeypatch, "--tasks", 3, "--horizon", 3, "--eval_games", 0, "--wandb",
-                 "sapo", "--out", tmp_path, *more)
+        run_main(train, monkeypatch, "--batch_size", 3, "--horizon", 3, "--eval_games", 0,
+                 "--wandb", "sapo", "--out", tmp_path, *more)
     name = f"run-{(tmp_path / 'wandb-id').read_text()}.wandb"
     files = sorted(tmp_path.glob(f"wandb/offline-run-*/{name}"))
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert len(files) == len(lines) == 2
     for file, line in zip(files, lines):
         for _ in range(3000):  # a process of its own writes it
-            if str(line["entropy"]).encode() in file.read_bytes():
+            written = file.read_bytes()
+            if str(line["entropy"]).encode() in written and b"value/v_mean" in written:
                 break
             time.sleep(0.1)
         else:
@@ -2493,9 +2509,9 @@ def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path, unclipped):
 def test_recomputed_activations_change_no_gradient(tmp_path, unclipped, monkeypatch, compile):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     found = []
-    for flags in ((), ("--checkpointing",)):
+    for flags in ((), ("--gradient_checkpointing",)):
         lm, saved = random_model("qwen2", 1), []
-        lm = train.fitted(lm, small_config(tmp_path, *flags))
+        lm = train.compile_and_checkpoint(lm, small_config(tmp_path, *flags))
         lm = dataclasses.replace(lm, compile=compile and bool(flags))
         case = prepared(tmp_path, *flags, lm=lm)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
@@ -2508,7 +2524,7 @@ def test_recomputed_activations_change_no_gradient(tmp_path, unclipped, monkeypa
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
-SMALL = ["--tasks", "4", "--iterations", "4", "--horizon", "4", "--eval_games", "2",
+SMALL = ["--batch_size", "4", "--iterations", "4", "--horizon", "4", "--eval_games", "2",
          "--mini_batch", "8", "--save_every", "1"]
 
 
@@ -2522,7 +2538,7 @@ def outcome(folder):
 
 @pytest.mark.parametrize("run, unharmed, kills, flags", [
     (Alone, Alone, (0, 1, 2), []),
-    (TwoRanks, TwoRanks, (2,), "--context full --old rollout".split())])
+    (TwoRanks, TwoRanks, (2,), "--context full --old_logprobs rollout".split())])
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, strong, run,
                                                                       unharmed, kills, flags):
     flags = [*SMALL, *strong, *flags]
@@ -2548,7 +2564,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, 
 @pytest.mark.parametrize("run", [Alone, TwoRanks])
 def test_a_run_that_is_told_to_stop_is_saved_and_goes_on_later(tmp_path, strong, run):
     """Of two ranks, one alone is told."""
-    flags, out = [*SMALL, *strong, "--lr_end", 1, "--save_every", 99], tmp_path / "told"
+    flags, out = [*SMALL, *strong, "--lr_final_fraction", 1, "--save_every", 99], tmp_path / "told"
     told, metrics = run(*flags, "--iterations", 99, "--out", out), out / "metrics.jsonl"
     while told.running() and not (metrics.is_file() and metrics.read_text()):
         time.sleep(0.01)
@@ -2565,7 +2581,7 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on_later(tmp_path, strong,
     assert outcome(out) == outcome(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("where, done", [("rollout", 1), ("score_all", 1), ("apply_gradients", 2)])
+@pytest.mark.parametrize("where, done", [("rollout", 1), ("score_all", 1), ("optimizer_step", 2)])
 def test_an_iteration_is_given_up_until_its_update_begins(tmp_path, monkeypatch, where, done):
     run, function = tmp_path / "run", getattr(train, where)
     before = signal.getsignal(signal.SIGINT)
@@ -2586,7 +2602,7 @@ def hold_apart(rank, folder):
     os.makedirs(folder / str(rank))
     os.chdir(folder / str(rank))
     with pytest.raises(ValueError, match="rank 1 does not see what rank 0 writes to run"):
-        with runs.held("run", False):
+        with checkpoint.RunDir("run").lock(False):
             pass
 
 
@@ -2596,7 +2612,7 @@ def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path):
 
 def test_what_a_lack_of_memory_recommends_can_be_given_with_resume():
     says = cli.in_one_line(torch.OutOfMemoryError("CUDA out of memory"))
-    assert {*re.findall(r"--(\w+)", says)} - {"resume"} <= train.MAY_CHANGE
+    assert {*re.findall(r"--(\w+)", says)} - {"resume"} <= train.RESUME_MUTABLE
 
 
 def test_a_screen_without_the_letter_shows_another(monkeypatch):
@@ -2607,7 +2623,7 @@ def test_a_screen_without_the_letter_shows_another(monkeypatch):
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "LINE_EVERY", 0.01)
+    monkeypatch.setattr(cli, "SECONDS_PER_LINE", 0.01)
     said = ""
     with cli.progress("rollout", 10, "turns") as bar:
         bar.update(3)
@@ -2617,10 +2633,11 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch,
 
 
 @pytest.mark.parametrize("first, flags", [
-    (TwoRanks, []), (Alone, ["--dtype", "bfloat16", "--moments", "bfloat16"])])
+    (TwoRanks, []), (Alone, ["--dtype", "bfloat16", "--optim_state_dtype", "bfloat16"])])
 def test_a_run_goes_on_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong, first, flags,
                                                                  monkeypatch):
-    flags = [*strong, *flags, "--tasks", 6, "--lr_end", 1, "--eval_games", 0, "--mini_batch", 12]
+    flags = [*strong, *flags, "--batch_size", 6, "--lr_final_fraction", 1, "--eval_games", 0,
+             "--mini_batch", 12]
     Alone(*flags, "--iterations", 2, "--out", tmp_path / "whole").finish()
     first(*flags, "--iterations", 1, "--out", tmp_path / "cut").finish()
     shares = [*tmp_path.glob("cut/checkpoint-1/learner-*.pt")]
@@ -2652,7 +2669,7 @@ def test_a_run_goes_on_in_16_bits_and_on_another_number_of_ranks(tmp_path, stron
 
 
 def update_of_a_rank(rank, size, uneven, context, out):
-    ranks.BUCKET = 3000  # several of them
+    distributed.BUCKET = 3000  # several of them
     lm, share = random_model("qwen2", 1), range(rank, 5, size)
     if uneven:
         share = range(5) if rank == 0 else []
@@ -2664,11 +2681,11 @@ def update_of_a_rank(rank, size, uneven, context, out):
     for t in turns:
         t.reward, t.invalid = 10.0 * (t.done and t.traj % 2), t.turn % 3 == 0
     case = case_of(lm, turns, config)
-    logp, h, p_v, p_q = case.old  # off-policy, or nothing would be clipped
-    old = model_module.Scores(logp + 0.3, h, p_v + 0.1, p_q - 0.1)
+    logp, _, p_v, p_q, _ = case.old  # off-policy, or nothing would be clipped
+    old = case.old._replace(logp=logp + 0.3, p_v=p_v + 0.1, p_q=p_q - 0.1)
     case = case._replace(old=old, ref=logp + 0.2,
-                         targets=case.learner.targets(case.played, case.batches, old))
-    assert len(case.batches) == 1
+                         targets=case.learner.targets(case.batch, old))
+    assert len(case.minibatches) == 1
     info = case.step()
     if rank == 0:
         torch.save((gradient(lm.model), info), out)
@@ -2695,7 +2712,8 @@ def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
         run_main(train, monkeypatch, "--model", run / "final", "--out", run)
     with pytest.raises(SystemExit, match="--lr is 0.0001 there"):
         run_main(train, monkeypatch, "--resume", "--out", run, "--lr", 2e-4)
-    run_main(train, monkeypatch, "--resume", "--out", run, "--iterations", 2, "--rows", 2)
+    run_main(train, monkeypatch, "--resume", "--out", run, "--iterations", 2,
+             "--max_num_seqs", 2)
     assert [line["iteration"] for line in read_lines(run / "metrics.jsonl")] == [0, 1]
     assert json.loads((run / "config.json").read_text())["lr"] == 1e-4
     with pytest.raises(SystemExit, match="there is no run in"):
@@ -2705,18 +2723,18 @@ def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
     assert (tmp_path / "new" / "final").is_dir()
 
 
-with open(f"{HERE}/tools/lake.py") as file:
+with open(f"{HERE}/tools/frozen_lake.py") as file:
     MY_ENV = file.read()
 
 
 def test_a_run_that_goes_on_with_other_games_says_so(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    begun = ["--env", "tools.lake:Lake", *SMALL]
+    begun = ["--env", "tools.frozen_lake:FrozenLake", *SMALL]
     for shift, more in enumerate((begun, ["--resume"], ["--resume"])):
-        lake = importlib.import_module("tools.lake")
-        monkeypatch.setattr(lake.Lake, "tasks", lambda self, split: [*range(shift // 2, 90)])
+        lake = importlib.import_module("tools.frozen_lake")
+        monkeypatch.setattr(lake.FrozenLake, "tasks", lambda self, split: [*range(shift // 2, 90)])
         run_main(train, monkeypatch, "--iterations", shift + 1, "--out", run, *more)
-        assert ("Careful: these are other games" in capsys.readouterr().out) == (shift == 2)
+        assert ("Warning: these games differ" in capsys.readouterr().out) == (shift == 2)
 
 
 def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path, monkeypatch):
@@ -2724,12 +2742,12 @@ def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path
     (tmp_path / "deadly.py").write_text("import os\n" + deadly)
     monkeypatch.chdir(tmp_path)
     ids = [f"test-{n}" for n in range(7)]
-    with contextlib.closing(Pool("deadly:Lake", workers=1)) as pool:
+    with contextlib.closing(Pool("deadly:FrozenLake", workers=1)) as pool:
         for task in ids:
             pool.start(task, task)
         pool.gather(ids)
         pool.step(ids[5], "boom")
-        with pytest.raises(envs.GameError, match=r"owed answers in \['test-5'"):
+        with pytest.raises(envs.GameError, match=r"games waited: \['test-5'"):
             pool.gather(ids[5:6])
 
 
@@ -2738,17 +2756,17 @@ def test_a_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys
             "            open('hung', 'x').close()\n            time.sleep(1e6)")
     (tmp_path / "slow.py").write_text("import os, time\n" + MY_ENV.replace("self.turn += 1", hang))
     monkeypatch.chdir(tmp_path)
-    with contextlib.closing(Pool("slow:Lake", workers=1)) as pool:
+    with contextlib.closing(Pool("slow:FrozenLake", workers=1)) as pool:
         ids = [5, 10, 15]
         for task in ids:
             pool.start(task, task)
         pool.gather(ids)
-        monkeypatch.setattr(pool, "say_after", 1)
+        monkeypatch.setattr(pool, "warn_after", 1)
         monkeypatch.setattr(pool.env, "patience", 2)
         for task, action in ((10, "wait"), (5, "north"), (15, "north")):
             pool.step(task, action)
         assert len(pool.gather(ids)) == 3 and pool.losses == [0]
-    assert "slow:Lake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
+    assert "slow:FrozenLake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
 
 
 def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_here(tmp_path,
@@ -2762,16 +2780,16 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
     (tmp_path / "mine.py").write_text("import numpy as np\n" + mine)
     monkeypatch.chdir(tmp_path)
     for workers in (0, 1):
-        its = tmp_path / f"runs/Lake-tiny-eval_games=4-horizon=3-tasks=4-{workers}"
+        run = tmp_path / f"runs/FrozenLake-tiny-batch_size=4-eval_games=4-horizon=3-{workers}"
         monkeypatch.setattr(envs, "default_workers", lambda name: workers)
-        run_main(train, monkeypatch, "--env", "mine:Lake", "--tasks", 4, "--iterations", 1,
-                 "--eval_games", 4, "--horizon", 3, "--seed", workers)
-        line, = read_lines(its / "metrics.jsonl")
+        run_main(train, monkeypatch, "--env", "mine:FrozenLake", "--batch_size", 4,
+                 "--iterations", 1, "--eval_games", 4, "--horizon", 3, "--seed", workers)
+        line, = read_lines(run / "metrics.jsonl")
         assert line["episodes"] == 4 and line["turns"] >= 8
-    run_main(evaluation, monkeypatch, "--model", its)
-    assert (its / "eval-test.json").is_file()
-    for name, why in (("mine:Door", "has no attribute 'Door'"), ("yours:Lake", "No module"),
-                      ("json:JSONDecoder", "inherits envs.Env"), ("lake", "MODULE:CLASS")):
+    run_main(evaluation, monkeypatch, "--model", run)
+    assert (run / "eval-test.json").is_file()
+    for name, why in (("mine:Door", "has no attribute 'Door'"), ("yours:FrozenLake", "No module"),
+                      ("json:JSONDecoder", "inherit from envs.Env"), ("lake", "MODULE:CLASS")):
         with pytest.raises(SystemExit, match=why):
             run_main(train, monkeypatch, "--env", name)
 
@@ -2779,13 +2797,13 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
 @pytest.mark.parametrize("old, new, says", [
     ("over, late, info", "late, info", "not enough values to unpack"),
     ('"category": "lake",', "", "KeyError: 'category'"),
-    ("self.turn == self.horizon", "False", "goes on after 4 turns"),
+    ("self.turn == self.horizon", "False", "does not end after 4 turns"),
     ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
     ('envs.REWARD * info["won"]', 'float("-inf")', "failed in turn 1: ValueError: reward is -inf"),
-    ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', where True or False is due"),
-    ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .* without blanks"),
-    ("[*WAYS]", '"north"', "a list of commands is due"),
-    ("return self.view(), envs", "return b'ice', envs", "obs is b'ice', which is no text"),
+    ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', not True or False"),
+    ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .*without blanks"),
+    ("[*WAYS]", '"north"', "not a list of commands"),
+    ("return self.view(), envs", "return b'ice', envs", "obs is b'ice', not a string"),
     ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
     ("range(5000)", "range(1)", "no tasks in the split 'train'")])
@@ -2795,21 +2813,21 @@ def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, n
     (tmp_path / f"{name}.py").write_text(MY_ENV.replace(old, new))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=says):
-        run_main(train, monkeypatch, "--env", f"{name}:Lake", "--tasks", 2, "--iterations", 1,
-                 "--horizon", 4, "--eval_games", 2, "--out", "run")
+        run_main(train, monkeypatch, "--env", f"{name}:FrozenLake", "--batch_size", 2,
+                 "--iterations", 1, "--horizon", 4, "--eval_games", 2, "--out", "run")
 
 
 @pytest.mark.parametrize("module, argv, complaints", [  # one of each kind
     (train, ["--learning_rate", "1"], ["--learning_rate"]),
-    (train, ["--old", "never"], ["--old", "never", "recompute", "rollout"]),
+    (train, ["--old_logprobs", "never"], ["--old_logprobs", "never", "recompute", "rollout"]),
     (train, ["--env", "hose"], ["hose", "known: house, alfworld"]),
     (train, ["--model", "nobody/nothing"], ["cannot load model", "nobody/nothing"]),
     pytest.param(train, ["--env", "alfworld", "--data", "nowhere"], ["alfworld-download"],
                  marks=needs_package),
-    (train, ["--max_new", "16380"], ["--max_new 16380 leaves no room for a prompt"]),
-    (train, ["--value_tokens", "77", "99999"], ["99999", "rows"]),
-    (train, ["--algo", "grpo", "--group_size", "5"], ["--group_size 5 does not fit --tasks 64"]),
-    (train, ["--env", "webshop", "--places", "3"], ["--places does nothing", "--env webshop"]),
+    (train, ["--max_new_tokens", "16380"], ["--max_new_tokens 16380 leaves no room for a prompt"]),
+    (train, ["--value_tokens", "77", "99999"], ["99999", "ids below"]),
+    (train, ["--algo", "grpo", "--group_size", "5"], ["--group_size 5 does not divide"]),
+    (train, ["--env", "webshop", "--places", "3"], ["--places has no effect", "--env webshop"]),
     (evaluation, ["--model", "tiny", "--split", "dev"], ["known: train, test"]),
     (evaluation, ["--plot", "nowhere"], ["none of these"])])
 def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, module, argv,
@@ -2821,16 +2839,18 @@ def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, 
 
 def test_a_run_says_once_what_keeps_it_from_learning(tmp_path, monkeypatch, capsys):
     """A lake and a model that knows a house alone; a house at the usual settings says nothing."""
-    lake = ["--env", "tools.lake:Lake", "--max_new", 6]
-    for flags, says in ((lake, ["a fifth of the actions are admissible", "--max_new 6 cuts",
-                                "three iterations without a success"]),
-                        (["--r_max", 1], ["outside +-R_max"]), ([], []),
-                        (["--max_prompt", 29], [" has more than 29 tokens; such episodes count as "
-                                                "lost. Raise --max_prompt", "without a success"])):
+    lake = ["--env", "tools.frozen_lake:FrozenLake", "--max_new_tokens", 6]
+    for flags, says in ((lake, ["a fifth of the actions are admissible",
+                                "--max_new_tokens 6 truncates",
+                                "no success in three iterations"]),
+                        (["--r_max", 1], ["a return exceeds R_max"]), ([], []),
+                        (["--max_prompt", 29], [
+                            " has more than 29 tokens; such episodes count as lost. Raise "
+                            "--max_prompt", "no success in three"])):
         out = tmp_path / str(len(says))
-        run_main(train, monkeypatch, "--iterations", 3, "--tasks", 6, "--horizon", 8,
+        run_main(train, monkeypatch, "--iterations", 3, "--batch_size", 6, "--horizon", 8,
                  "--eval_games", 0, "--out", out, *flags)
-        found = [line for line in capsys.readouterr().out.splitlines() if "Careful" in line]
+        found = [line for line in capsys.readouterr().out.splitlines() if "Warning" in line]
         assert len(found) == len(says) and all(part in line for part, line in zip(says, found))
 
 
@@ -2847,7 +2867,7 @@ def test_the_page_of_an_episode_shows_its_numbers_and_runs_nothing_that_was_samp
     assert "<script" not in page and page.count("&lt;script&gt;alert(1)") >= 6
     seen, said, answer = map(page.index, ("<pre>&lt;script", "<mark", "<pre>An answer. &lt;"))
     assert seen < said < answer < page.index("Turn 2") and "<details" not in page
-    assert page.count("<svg") == page.count("</svg>") == 2 and "Q, after it" in page
+    assert page.count("<svg") == page.count("</svg>") == 2 and "Q after the response" in page
     # What a browser would fetch. The pictures point to parts of themselves.
     assert not re.search(r"""src=|@import|<link|href=(?!"#)|url\((?!#)""", page)
     assert page.count("<section>") == len(turns) and "advantage -1.25" in page
@@ -2876,7 +2896,7 @@ def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, caps
     for part in ("best", "final", "checkpoint-4"):  # each is evaluated as the run was
         args = evaluation.make_parser("").parse_args(["--model", f"{run}/{part}"])
         assert evaluation.complete(args) == run and args.weights == f"{run}/{part}"
-        assert (args.env, args.horizon, args.max_new) == ("house", 4, 16)
+        assert (args.env, args.horizon, args.max_new_tokens) == ("house", 4, 16)
 
 
 def a_run(folder, success, seconds, env="house", curve=None, values=0.1, **config):
@@ -2905,7 +2925,7 @@ def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr()
     rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
     assert rows[0] == ["method", "seeds", "Pick", "Look", "Clean", "Heat", "Cool", "Pick2", "All",
-                       "All, T = 1", "seconds", "M tokens"] and said.err.count("left out") == 1
+                       "All, T = 1", "seconds", "M tokens"] and said.err.count("skipping") == 1
     assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
     assert rows[3] == ["sapo", "2", "85.0 ± 5.0", *["–"] * 5, "85.0 ± 5.0", "42.5 ± 2.5",
                        "30 ± 10", "2.00 ± 0.00"]
@@ -2949,7 +2969,7 @@ def test_methods_are_compared_by_when_they_reach_a_success(tmp_path, monkeypatch
     run_main(evaluation, monkeypatch, "--half", 0.5, "--table", *runs, tmp_path / "nothing-0")
     said = capsys.readouterr()
     lines = said.out.splitlines()
-    assert "left out" in said.err and [*lines[2:4], lines[-1]] == [
+    assert "skipping" in said.err and [*lines[2:4], lines[-1]] == [
         "| with | 2 | 80.0 ± 10.0 | 40.0 ± 5.0 | 40.0 ± 10.0 | 560 ± 80 | 40 ± 10 | 40 ± 10 |",
         "| without | 2 | 50.0 ± 10.0 | 25.0 ± 5.0 | 23.8 ± 8.8 | ≥ 560 (1 of 2 do) | – | – |",
         "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | ≥ +0 |"]
@@ -2963,8 +2983,8 @@ def test_methods_are_compared_by_when_they_reach_a_success(tmp_path, monkeypatch
 def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
     pytest.importorskip("alfworld")
     run_main(train, monkeypatch, "--env", "alfworld", "--model", "tiny", "--iterations", 2,
-             "--tasks", 1, "--horizon", 3, "--eval_games", 1, "--save_every", 1, "--max_new", 8,
-             "--out", tmp_path)
+             "--batch_size", 1, "--horizon", 3, "--eval_games", 1, "--save_every", 1,
+             "--max_new_tokens", 8, "--out", tmp_path)
     lines = check_run(tmp_path)
     assert lines[0]["turns"] == 3 and lines[0]["time_env"] > 0
 
@@ -2987,7 +3007,7 @@ def test_every_file_shows_its_concern(capsys, monkeypatch):
 
 def python_files():
     """The Python files of the repository by their module's name, tests and all."""
-    paths = [path for pattern in ("*.py", "worlds/*.py", "machine/*.py", "tools/*.py")
+    paths = [path for pattern in ("*.py", "simulators/*.py", "runtime/*.py", "tools/*.py")
              for path in glob.glob(f"{HERE}/{pattern}")]
     return {os.path.relpath(path, HERE)[:-3].replace(os.sep, "."): path for path in sorted(paths)}
 
@@ -3009,12 +3029,12 @@ def imports_of(path):
     return found
 
 
-BELOW = {"sapo": set(), "machine": {"machine"}, "worlds": {"worlds"}, "model": {"machine"},
-         "envs": {"worlds"}}
-BELOW["rollout"] = {"envs", "machine", "model"}
+BELOW = {"sapo": set(), "runtime": {"runtime"}, "simulators": {"simulators"}, "model": {"runtime"},
+         "envs": {"simulators"}}
+BELOW["rollout"] = {"envs", "runtime", "model"}
 BELOW["eval"] = BELOW["rollout"] | {"rollout"}
 BELOW["train"] = BELOW["eval"] | {"eval", "sapo"}
-BELOW["tools"] = BELOW["train"] | {"train", "tools", "worlds"}
+BELOW["tools"] = BELOW["train"] | {"train", "tools", "simulators"}
 
 
 def test_no_import_climbs():
@@ -3055,7 +3075,7 @@ OTHERS = ["sapo", "model", "envs", "rollout", "eval", "train"]
 def test_sapo_alone_works_with_torch(tmp_path):
     shutil.copy(f"{HERE}/sapo.py", tmp_path)
     said = alone(tmp_path, "import sapo\nsapo.main()\n", ["transformers", "numpy", *OTHERS[1:]])
-    assert "A^ (7)" in said and "gradient on a token of each turn" in said
+    assert "A^ (7)" in said and "gradient of a token of each turn" in said
 
 
 def test_the_readout_section_of_model_works_with_torch(tmp_path):
@@ -3078,8 +3098,8 @@ import torch
 import model
 
 lm, u = model.load("start"), torch.rand(2, 8, generator=torch.Generator().manual_seed(0)).numpy()
-prompts = [lm.chat.prompt("go to fridge 1"), lm.chat.prompt("look")]
-kv, hf = (Sampler(lm, engine, max_new=8)(range(2), prompts, u) for engine in ("kv", "hf"))
+prompts = [lm.chat.encode_user_turn("go to fridge 1"), lm.chat.encode_user_turn("look")]
+kv, hf = (Sampler(lm, engine, max_new_tokens=8)(range(2), prompts, u) for engine in ("kv", "hf"))
 assert [r.ids for r in kv] == [r.ids for r in hf] and all(r.ids for r in kv)
 assert all(abs(a.v - b.v) + abs(a.q - b.q) < 1e-3 for a, b in zip(kv, hf))
 print("sampled")
@@ -3092,13 +3112,5 @@ def test_the_sampler_works_with_model_beside_it(tmp_path):
     shutil.copytree(f"{HERE}/results/tiny-house", tmp_path / "start")
     with open(f"{HERE}/rollout.py") as file:
         text = section(file.read(), None, "trajectories")
-    others = [name for name in OTHERS if name != "model"] + ["worlds", "machine"]
+    others = [name for name in OTHERS if name != "model"] + ["simulators", "runtime"]
     assert alone(tmp_path, text + SAMPLING, others).endswith("sampled\n")
-
-
-def test_no_line_is_longer_than_100_columns():
-    assert {"train", "test_sapo", "worlds.webshop"} <= set(python_files())
-    for path in python_files().values():
-        with open(path) as file:
-            long = [n for n, line in enumerate(file, 1) if len(line.rstrip("\n")) > 100]
-        assert not long, f"{path}: lines {long}"

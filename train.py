@@ -1,13 +1,13 @@
-"""Algorithm 1: one causal language model learns to act, and to value, from one rollout per task.
+"""Algorithm 1: one causal language model learns to act and to value from one rollout per task.
 
     python train.py                                                a tiny model in an embedded house
     python train.py --env alfworld --model Qwen2.5-1.5B-Instruct   the paper's setting, on one GPU
-    torchrun --nproc_per_node=2 --shutdown-timeout 600 train.py ...   ranks share the tasks
-    python train.py --resume --out RUN                             goes on after a kill
+    torchrun --nproc_per_node=2 --shutdown-timeout 600 train.py ...   data-parallel ranks
+    python train.py --resume --out RUN                             continues an interrupted run
 
-It reads from the loop, `train`, to what it calls: `Learner.learn` is lines 3 to 7, `Run` surrounds
-them with checkpoints and a log, `Config` has a flag a field. The methods SAPO is compared with
-stand last. N turns and M response tokens are this rank's; sums and means take in all ranks.
+The file reads from the top: the loop, the gradient step, `Learner` (what SAPO computes), batches,
+`Run` (checkpoints, log), `Config` (one flag per field), and last the methods SAPO is compared with.
+In shapes, N turns and M response tokens are those of this rank; sums and means take in all ranks.
 """
 import contextlib
 import copy
@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,83 +26,192 @@ import torch
 
 import envs
 import eval as evaluation
-from machine import runs
-from machine.cli import choose_threads, flags_of, one_line_errors, out_of_memory, progress
-from machine.ranks import (AdamW, Stopped, barrier, everyone, from_rank_0, from_ranks, join_ranks,
-                           mean, rank, say, stop, sum_over_ranks, world)
-from model import (Batch, Critic, Scores, compiled_scoring, is_tiny, load, make_batch,
-                   micro_batches, readout_at_start)
-from rollout import ROLLOUT, SHUFFLE, TASKS, rollout
+from model import (ActorCritic, Batch, Critic, Scores, check_initial_readout, compiled_scoring,
+                   is_tiny, load, make_batch, micro_batches)
+from rollout import ROLLOUT, SHUFFLE, TASKS, Turn, rollout
+from runtime.checkpoint import (Clock, RunDir, default_run_name, init_wandb, iterations_of,
+                                read_json, read_tensors, wandb_names, write_file, write_folder)
+from runtime.cli import choose_threads, one_line_errors, out_of_memory, parser_for, progress
+from runtime.distributed import (Stopped, all_gather_list, all_reduce_sum, barrier,
+                                 broadcast_object, init_distributed, mean, print0, process_group,
+                                 rank, stop, world_size)
+from runtime.optim import AdamW
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)
 
 
 def train(learner, pool, config, checkpoint=None):
-    """Algorithm 1, from `checkpoint` on, if any. Without config.out it writes no file."""
+    """Algorithm 1. It starts after `checkpoint`, if given; with config.out = None it writes no
+    files."""
     sampler = evaluation.sampler_for(learner.lm, config)
     with Run(sampler, learner, pool, config, checkpoint) as run:
-        for iteration in run:  # it resumes, saves, and stops on a signal
+        for iteration in run:  # resumes, saves checkpoints, stops on a signal
             turns = rollout(  # line 2  # SAPO: one trajectory per task
-                sampler, run.games(iteration), pool, trajs=range(rank(), config.tasks, world()),
-                seed=(config.seed, iteration, ROLLOUT), rows=config.rows, history=config.history)
-            pool.load(run.games(iteration + 1))  # in the background
-            metrics = learner.learn(turns, iteration)  # lines 3 to 7
-            run.log(iteration, turns, metrics)
+                sampler, run.task_batch(iteration), pool, trajs=run.trajectory_ids,
+                seed=(config.seed, iteration, ROLLOUT), max_num_seqs=config.max_num_seqs,
+                history=config.history)
+            pool.load(run.task_batch(iteration + 1))  # prepares the next games in the background
+            batch, minibatches = make_minibatches(turns, config, iteration, learner.lm.device)
+            old = learner.score_behaviour_policy(batch, minibatches)  # line 3: log-probs, V, Q
+            ref = learner.score_reference(minibatches)  # log-probs for the KL term
+            targets = learner.targets(batch, old)  # lines 4 and 5: GAE over turns, normalization
+            steps = [learner.step(minibatch, old, ref, targets, iteration)  # lines 6 and 7
+                     for minibatch in run.update(minibatches)]
+            run.log(iteration, turns, compute_metrics(batch, old, targets, steps))
+
+
+# ------------------------------------------------------------------------------ the gradient step
+
+GRAD_CLIP = 1.0  # the largest gradient norm; like the weight decay, verl-agent's
+
+
+def accumulate_gradients(model, micro_batches, loss_of, gradient_checkpointing=False):
+    """Adds up the gradients of loss_of(micro_batch) -> (loss, info). Returns the infos, each with
+    its loss. Losses are sums over a global denominator, so their gradients are added, never
+    averaged."""
+    model.zero_grad(set_to_none=True)
+    model.train(gradient_checkpointing)  # transformers recomputes activations in train mode only
+    infos = []
+    for micro_batch in micro_batches:
+        loss, info = loss_of(micro_batch)
+        loss.backward()
+        infos.append(info | {"loss": loss.detach()})
+    model.eval()
+    return infos
+
+
+def optimizer_step(model, optimizer, infos):
+    """All-reduces and clips the gradients and takes an optimizer step, unless the loss or the
+    gradient norm is not finite. Returns the infos summed over micro-batches and ranks (for names in
+    _max, their maximum), the gradient norm before clipping, and skipped_steps, 0 or 1."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
+    all_reduce_sum([p.grad for p in model.parameters()])
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
+    values = [torch.stack([*info.values()]) for info in infos]
+    values = torch.stack(values).tolist() if values else []  # one host sync for all of them
+    infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
+    out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
+    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
+    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
+    if finite:
+        optimizer.step()
+    else:
+        print0(f"Warning: skipping a step, its loss is {out['loss']:g}, its gradient norm {norm:g}")
+    return out | {"grad_norm": norm, "skipped_steps": int(not finite)}
+
+
+# --------------------------------------------------------------------------- what SAPO computes
+
+class BehaviourScores(NamedTuple):
+    """What the policy that sampled the turns says of them: line 3 of Algorithm 1."""
+
+    logp: torch.Tensor  # (M,) log-probs of the response tokens
+    entropy: torch.Tensor | None  # (M,), in nats; None if no forward pass was made
+    p_v: torch.Tensor  # (N,) V_old / R_max; (M,) in PPO, whose critic values every token
+    p_q: torch.Tensor  # (N,) Q_old / R_max
+    sampler_logprob_diff: float  # mean |log-prob of the sampler - log-prob of a forward pass|
+
+
+class Targets(NamedTuple):
+    """What an update learns from, lines 4 and 5; v, q and returns are for the log alone."""
+
+    adv: torch.Tensor  # (M,) the normalized advantage of every response token, Eq. 7
+    v: torch.Tensor  # (N,) V_old and Q_old, in units of return
+    q: torch.Tensor
+    returns: torch.Tensor  # (N,) the discounted return from each turn on; PPO: the undiscounted
+    y_v: torch.Tensor = None  # (N,) the targets of Eq. 6 over R_max; (M,) in PPO
+    y_q: torch.Tensor = None
 
 
 class Learner:
-    """SAPO: what is trained, and how. The other methods have other targets and losses."""
+    """SAPO: the models, their optimizers, targets and losses. The other methods are subclasses."""
 
     critic = None  # SAPO: no second model
 
-    def __init__(self, lm, config):
-        self.lm, self.config, self.clock = lm, config, runs.Clock()
+    def __init__(self, lm: ActorCritic, config: "Config"):
+        self.lm, self.config, self.clock = lm, config, Clock()
         if config.beta:
             self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
-        # what is trained, by what the names of its numbers in metrics.jsonl end in
+        # the trained models, by the suffix of their numbers' names in metrics.jsonl
         self.models = {"": lm.model} | ({"_critic": self.critic} if self.critic else {})
-        moments = getattr(torch, config.moments)
-        self.optimizers = {end: AdamW(model.parameters(), config.lr, moments=moments)
-                           for end, model in self.models.items()}
-        self.steps = 0  # tried so far
-        self.failed = 0  # how many of the latest steps in a row were not finite
+        state_dtype = getattr(torch, config.optim_state_dtype)
+        self.optimizers = {suffix: AdamW(model.parameters(), config.lr, state_dtype=state_dtype)
+                           for suffix, model in self.models.items()}
+        self.steps = 0  # steps tried, skipped ones included
+        self.failed = 0  # how many of the latest steps in a row were skipped
 
-    def learn(self, turns, iteration):
-        """Lines 3 to 7 of Algorithm 1 on an iteration's turns -> its numbers for metrics.jsonl."""
-        self.clock.lap("rollout")  # is what came before
-        played, batches = pack(turns, self.config, iteration, self.lm.device)
-        old, sampler_off = score_old(self.lm, played, batches, self.config)  # line 3
-        self.clock.lap("old")
-        ref = score_all(self.reference, batches, "ref").logp if self.config.beta else None
-        self.clock.lap("ref")
-        from_ranks([], finish=True)  # weights change next: a signal now waits for the end
-        targets = self.targets(played, batches, old)  # lines 4 and 5
-        note_advantages(played, targets.adv)
-        with progress("update", padded_tokens(batches) * len(self.models), "tokens") as bar:
-            steps = []
-            for mini in batches:
-                steps.append(self.step(mini, old, ref, targets, iteration))  # lines 6 and 7
-                bar.update(padded_tokens([mini]) * len(self.models))
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()  # the rollout can use the memory
-        return {"sampler_off": sampler_off} | numbers_of(targets, steps)
+    def score_behaviour_policy(self, batch, minibatches) -> BehaviourScores:
+        """Line 3: one forward pass gives the old log-probs, V_old and Q_old. With --old_logprobs
+        rollout, all of them are the sampler's, and only one micro-batch is scored, for the log."""
+        self.clock.record("rollout")  # all that came before in this iteration
+        from_sampler = self.config.old_logprobs == "rollout"
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        if from_sampler:
+            micros = micros[-1:]  # the one with the longest sequences
+        scores = score_all(self.lm, [micros], "old_logprobs")  # SAPO: no second model is run
+        sampled = batch.logp[len(batch.logp) - len(scores.logp):]
+        sums = all_gather_list([((scores.logp - sampled).abs().double().sum().item(),
+                                 len(sampled))])
+        diff = sum(x for x, _ in sums) / max(1, sum(n for _, n in sums))
+        if from_sampler:
+            r_max = self.lm.r_max
+            scores = Scores(batch.logp, None, batch.v / r_max, batch.q / r_max)
+        self.clock.record("old_logprobs")
+        return BehaviourScores(*scores, diff)
 
-    def targets(self, played, batches, old):
-        """Lines 4 and 5 -> Targets. Statistics are taken over all turns of the iteration."""
+    def score_reference(self, minibatches) -> torch.Tensor | None:
+        """The log-probs (M,) of the model that training started from; None where beta is 0."""
+        if not self.config.beta:
+            return None
+        logp = score_all(self.reference, minibatches, "reference").logp
+        self.clock.record("ref")
+        return logp
+
+    def targets(self, batch, old: BehaviourScores) -> Targets:
+        """Lines 4 and 5. Statistics are taken over all turns of the iteration, on all ranks."""
         c = self.config
         v, q = c.r_max * old.p_v, c.r_max * old.p_q
         if not (c.c_v or self.critic):
-            v = torch.zeros_like(v)  # V is untrained; Q does not enter the advantage anyway
-        paid = played.traj, played.turn, played.reward
-        adv, y_v, y_q = turn_targets(*paid, played.done, v, q, gamma=c.gamma, lam=c.lam)
-        adv = normalize_advantages(adv, invalid=played.invalid, c_inv=c.c_inv,
-                                   group=everyone())  # SAPO: one rollout per task, one mean for all
-        return Targets(adv[played.turn_of], v, q, discounted_returns(*paid, gamma=c.gamma),
-                       y_v / c.r_max, y_q / c.r_max)  # not clipped to [-1, 1]
+            v = torch.zeros_like(v)  # V is untrained then; Q never enters the advantage
+        adv, y_v, y_q = turn_targets(batch.traj, batch.turn, batch.reward, batch.done, v, q,
+                                     gamma=c.gamma, lam=c.gae_lambda)
+        adv = normalize_advantages(  # SAPO: one mean over all tasks, not one for each group
+            adv, invalid=batch.invalid, c_inv=c.c_inv, group=process_group())
+        returns = discounted_returns(batch.traj, batch.turn, batch.reward, gamma=c.gamma)
+        return Targets(adv[batch.turn_of], v, q, returns, y_v / c.r_max, y_q / c.r_max)
+
+    def step(self, minibatch, old, ref, targets, iteration) -> dict:
+        """Lines 6 and 7: one optimizer step of each model on a mini-batch, a list of micro-batches.
+        Returns metrics. ValueError: too many steps in a row were not finite."""
+        c = self.config
+        sizes = [(len(micro.batch.turn_of), len(micro.batch.start)) for micro in minibatch]
+        n_tokens, n_turns = map(sum, zip(*all_gather_list(sizes)))
+        warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))  # Adam's first steps are large
+        decay = 1 - (1 - c.lr_final_fraction) * iteration / c.iterations
+        metrics = {}
+        for suffix, model in self.models.items():
+            loss = self.loss_critic if suffix else self.loss
+            optimizer = self.optimizers[suffix]
+            optimizer.param_groups[0]["lr"] = (c.critic_lr if suffix else c.lr) * decay * warmup
+            infos = self.accumulate_within_memory(
+                model, minibatch, lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns))
+            info = optimizer_step(model, optimizer, infos)
+            metrics |= {f"{name}{suffix}": x for name, x in info.items()}
+            self.clock.record("critic" if suffix else "update")
+        self.steps += 1
+        skipped = metrics["skipped_steps"] or metrics.get("skipped_steps_critic")
+        self.failed = self.failed + 1 if skipped else 0
+        if self.failed == MAX_FAILED_STEPS:
+            raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from "
+                             f"the last good weights with --model {c.out}/checkpoint-N --out NEW "
+                             "and a lower --lr")
+        return metrics
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
-        """Line 6, and Eq. 12 of a micro-batch -> (loss, info). n_tokens, n_turns are all ranks'."""
+        """Line 6: the forward pass and Eq. 12 of a micro-batch -> (loss, info). n_tokens and
+        n_turns are the denominators, over all ranks' micro-batches of the mini-batch."""
         c, m, n = self.config, micro.tokens, micro.turns
         return sapo_loss(
             *self.lm.score(micro.batch), logp_old=old.logp[m], adv=targets.adv[m],
@@ -109,202 +219,136 @@ class Learner:
             y_v=targets.y_v[n], y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip, clip_q=c.clip,
             c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
-    def step(self, mini, old, ref, targets, iteration):
-        """Lines 6 and 7: one optimizer step on a mini-batch, of each model -> its numbers."""
-        c = self.config
-        sizes = from_ranks([(len(micro.batch.turn_of), len(micro.batch.start)) for micro in mini])
-        n_tokens, n_turns = map(sum, zip(*sizes))
-        warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))  # Adam's first steps are large
-        decay = 1 - (1 - c.lr_end) * iteration / c.iterations
-        info = {}
-        for end, model in self.models.items():
-            loss = self.loss_critic if end else self.loss
-            optimizer = self.optimizers[end]
-            optimizer.param_groups[0]["lr"] = (c.critic_lr if end else c.lr) * decay * warmup
-            infos = self.gradients_within_memory(
-                model, mini, lambda micro: loss(micro, old, ref, targets, n_tokens, n_turns))
-            out = apply_gradients(model, optimizer, infos)
-            info |= {f"{key}{end}": x for key, x in out.items()}
-            self.clock.lap("critic" if end else "update")
-        self.steps += 1
-        self.failed = self.failed + 1 if info["skipped"] or info.get("skipped_critic") else 0
-        if self.failed == PATIENCE:
-            raise ValueError(f"{PATIENCE} steps in a row were not finite; go on from the last "
-                             f"good weights: --model {c.out}/checkpoint-N --out NEW, a lower --lr")
-        return info
-
-    def gradients_within_memory(self, model, mini, loss_of):
-        """The gradients of a mini-batch -> its micro-batches' infos. If memory is short, it is done
-        again with half the tokens in a micro-batch, as are all that follow: the same numbers up to
-        rounding, because the losses have the mini-batch's denominators."""
+    def accumulate_within_memory(self, model, minibatch, loss_of):
+        """accumulate_gradients, again with half of --tokens_per_micro_batch where memory runs out;
+        later mini-batches keep the smaller size. The result is the same up to rounding, because the
+        losses have the mini-batch's denominators."""
         while True:
-            micros = [part for micro in mini
+            micros = [part for micro in minibatch
                       for part in split(micro, self.config.tokens_per_micro_batch)]
             try:
-                return add_up_gradients(model, micros, loss_of, self.config.checkpointing)
+                return accumulate_gradients(model, micros, loss_of,
+                                            self.config.gradient_checkpointing)
             except RuntimeError as error:
                 rows, width = max((micro.batch.ids.shape for micro in micros), key=math.prod)
                 if not out_of_memory(error) or rows == 1:
                     raise
-            # here, where nothing refers to the failed pass any more
+            # outside of `except`, where the error no longer keeps the failed pass in memory
             half = rows * width // 2
             self.config = dataclasses.replace(self.config, tokens_per_micro_batch=half)
             model.zero_grad(set_to_none=True)
             gc.collect()
             torch.cuda.empty_cache()
-            print(f"out of memory in an update of rank {rank()}: it is done again, and goes on, "
+            print(f"out of memory in an update of rank {rank()}: repeating it, and continuing, "
                   f"with --tokens_per_micro_batch {half}", flush=True)
 
-    def save(self, folder):
-        """Writes what decides what comes next; random numbers and the order of tasks follow
-        from the seed and the iteration. Each rank writes its share of the optimizers' state."""
+    def learn(self, turns: list[Turn], iteration: int) -> dict:
+        """Lines 3 to 7 in one call, as in `train`, for a loop of your own. Returns metrics."""
+        batch, minibatches = make_minibatches(turns, self.config, iteration, self.lm.device)
+        old = self.score_behaviour_policy(batch, minibatches)
+        ref = self.score_reference(minibatches)
+        targets = self.targets(batch, old)
+        steps = [self.step(minibatch, old, ref, targets, iteration) for minibatch in minibatches]
+        return compute_metrics(batch, old, targets, steps)
+
+    def save(self, folder) -> None:
+        """Writes all state. Random numbers and the order of tasks need none, because they follow
+        from the seed and the iteration. Each rank writes its part of the optimizers' state."""
         states = [optimizer.state_dict()["state"] for optimizer in self.optimizers.values()]
         torch.save({"steps": self.steps, "states": states}, f"{folder}/learner-{rank()}.pt")
         if rank() == 0:
             self.lm.save(folder)
             torch.save(self.critic and self.critic.state_dict(), f"{folder}/critic.pt")
 
-    def restore(self, folder):
-        """Becomes what it was when `folder` was written, on any number of ranks."""
-        if not (folder / "sapo.json").is_file():  # then `load` would begin with new w+ and w-
+    def restore(self, folder: Path) -> None:
+        """Loads what `save` wrote, on any number of ranks. ValueError, OSError: it is
+        incomplete."""
+        if not (folder / "sapo.json").is_file():  # `load` would reserve new w+ and w- then
             raise ValueError(f"{folder} lacks sapo.json")
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
         self.lm.model.load_state_dict(saved.state_dict())
         if self.critic:
-            self.critic.load_state_dict(runs.read_tensors(folder / "critic.pt"))
+            self.critic.load_state_dict(read_tensors(folder / "critic.pt"))
         found = [set() for _ in self.optimizers]
-        for share in folder.glob("learner-*.pt"):
-            kept = runs.read_tensors(share)
-            self.steps = kept["steps"]
-            for optimizer, states, known in zip(self.optimizers.values(), kept["states"], found):
-                optimizer.take(states)
+        for path in folder.glob("learner-*.pt"):
+            shard = read_tensors(path)
+            self.steps = shard["steps"]
+            for optimizer, states, known in zip(self.optimizers.values(), shard["states"], found):
+                optimizer.load_shard(states)
                 known.update(states)
         if [*map(len, found)] != [len(optimizer.owner) for optimizer in self.optimizers.values()]:
-            raise ValueError(f"{folder} lacks one of its learner-*.pt: some ranks' share of the "
-                             "optimizer's state")
+            raise ValueError(f"{folder} lacks one of its learner-*.pt, the optimizer state of one "
+                             "rank")
 
 
-# ----------------------------------------------------------------------------- the optimizer step
+# ------------------------------------------------------------------------------------ mini-batches
 
-GRAD_CLIP = 1.0  # the largest norm of a gradient; verl-agent's, as is the weight decay
+class RolloutBatch:
+    """The turns of an iteration in the order of its micro-batches, as flat tensors."""
 
-
-def add_up_gradients(model, micros, loss_of, checkpointing=False):
-    """Line 7: the gradients of the micro-batches' losses, of which loss_of(micro) gives (loss,
-    info) -> the infos, and in them the losses."""
-    model.zero_grad(set_to_none=True)
-    model.train(checkpointing)  # transformers recomputes activations in this mode alone
-    infos = []
-    for micro in micros:
-        loss, info = loss_of(micro)
-        loss.backward()
-        infos.append(info | {"loss": loss.detach()})
-    model.eval()
-    return infos
-
-
-def apply_gradients(model, optimizer, infos):
-    """Line 7: one optimizer step on the sum of all ranks' gradients, because the losses have global
-    denominators. Returns the sums of the infos (*_max: maxima; shares: at most 1), the gradient's
-    norm before it is clipped, and whether the step was skipped as not finite."""
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
-    sum_over_ranks([p.grad for p in model.parameters()])
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
-    rows = [torch.stack([*info.values()]) for info in infos]
-    rows = torch.stack(rows).tolist() if rows else []  # the only wait for a GPU but the norm's
-    infos = from_ranks([dict(zip(info, row)) for info, row in zip(infos, rows)])
-    out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
-    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
-    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
-    if finite:
-        optimizer.step()
-    else:
-        say(f"a step is skipped: its loss is {out['loss']:g}, its gradient's norm {norm:g}")
-    return out | {"grad_norm": norm, "skipped": int(not finite)}
-
-
-# ------------------------------------------------------------- turns, batches, scores and targets
-
-class Played:
-    """The turns of an iteration in the order of its micro-batches, and flat tensors of them."""
-
-    def __init__(self, turns, device):
+    def __init__(self, turns: list[Turn], device):
         def column(name, dtype=torch.float32):
             return torch.tensor([getattr(turn, name) for turn in turns], dtype=dtype, device=device)
 
-        self.turns = turns  # of rollout.Turn
+        self.turns = turns
         self.traj, self.turn = column("traj", torch.long), column("turn", torch.long)  # (N,)
         self.reward, self.done, self.invalid = map(column, ("reward", "done", "invalid"))  # (N,)
-        self.v, self.q = column("v"), column("q")  # (N,) by the sampler, in units of return
+        self.v, self.q = column("v"), column("q")  # (N,) the sampler's, in units of return
         self.logp = torch.tensor([x for turn in turns for x in turn.logp], device=device)  # (M,)
         lengths = torch.tensor([len(turn.logp) for turn in turns], dtype=torch.long)
         self.turn_of = torch.arange(len(turns)).repeat_interleave(lengths).to(device)  # (M,)
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass takes, and where its tokens and turns lie on the iteration's axes."""
+    """What one forward pass takes, and where its tokens and turns are in the RolloutBatch."""
 
     batch: Batch
     tokens: slice  # of (M,)
     turns: slice  # of (N,)
 
 
-class Targets(NamedTuple):
-    """What an update learns from; v, q, returns are for the log alone."""
-
-    adv: torch.Tensor  # (M,) the advantage on every token, Eq. 7
-    v: torch.Tensor  # (N,) V_old and Q_old, in units of return
-    q: torch.Tensor
-    returns: torch.Tensor  # (N,) the discounted return from each turn (PPO: undiscounted)
-    y_v: torch.Tensor = None  # (N,) Eq. 6 over R_max; (M,) in PPO, as is value_old
-    y_q: torch.Tensor = None
-    value_old: torch.Tensor = None  # (N,) V_old of a separate critic, over R_max
-
-
-def make_samples(turns, context):
-    """Turns, in order -> [(ids, [(start, end), ...], turns)]: the training samples, a turn each in
-    `window`, a trajectory each in `full`."""
+def make_samples(turns: list[Turn], context: str) -> list:
+    """Turns, in order -> training samples [(ids, [(start, end), ...], turns)], with the spans of
+    the responses: one sample per turn in `window`, one per trajectory in `full`."""
     samples = []
     for turn in turns:
         if context == "window" or not samples or turn.traj != samples[-1][2][-1].traj:
             samples.append(([], [], []))
-        ids, spans, its_turns = samples[-1]
+        ids, spans, members = samples[-1]
         ids += turn.prompt_ids + turn.action_ids
         spans.append((len(ids) - len(turn.action_ids), len(ids)))
-        its_turns.append(turn)
+        members.append(turn)
     return samples
 
 
-def pack(turns, config, iteration, device):
-    """Shuffles all ranks' samples alike and splits them into ceil(turns / mini_batch) mini-batches
-    of nearly equal size, fewer where a sample is longer -> Played, and of each mini-batch this
-    rank's micro-batches, if any."""
+def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list]:
+    """Shuffles all ranks' samples in the same order and splits them into ceil(turns / mini_batch)
+    mini-batches of nearly equal size (fewer if a sample is longer). Returns this rank's turns, and
+    for each mini-batch the list of this rank's micro-batches, which may be empty."""
     mine = {(s[2][0].traj, s[2][0].turn): s for s in make_samples(turns, config.context)}
-    keys, sizes = zip(*sorted(from_ranks([(key, len(its[2])) for key, its in mine.items()])))
+    sizes = all_gather_list([(key, len(members)) for key, (*_, members) in mine.items()])
+    keys, sizes = zip(*sorted(sizes))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
     sizes = np.array(sizes)[order]
-    parts = -(-sizes.sum() // config.mini_batch)  # equal ones, because a small last step is noisy
-    part = (sizes.cumsum() - sizes) * parts // sizes.sum()  # the one that each sample begins in
-    batches = []
-    ordered = []  # turns
-    m = 0  # tokens so far
-    for number in np.unique(part):
-        batches.append([])
-        samples = [mine[keys[i]] for i in order[part == number] if keys[i] in mine]
-        for alike in micro_batches(samples, config.tokens_per_micro_batch):
-            batch = make_batch([sample[:2] for sample in alike]).to(device)
+    count = -(-sizes.sum() // config.mini_batch)  # of equal size: a small last step would be noisy
+    number_of = (sizes.cumsum() - sizes) * count // sizes.sum()  # (samples,) their mini-batches
+    minibatches, ordered, m = [], [], 0  # m: response tokens so far
+    for number in np.unique(number_of):
+        minibatches.append([])
+        samples = [mine[keys[i]] for i in order[number_of == number] if keys[i] in mine]
+        for group in micro_batches(samples, config.tokens_per_micro_batch):
+            batch = make_batch([sample[:2] for sample in group]).to(device)
             tokens = slice(m, m + len(batch.turn_of))
-            its_turns = slice(len(ordered), len(ordered) + len(batch.start))
-            batches[-1].append(MicroBatch(batch, tokens, its_turns))
-            ordered += [turn for sample in alike for turn in sample[2]]
+            positions = slice(len(ordered), len(ordered) + len(batch.start))
+            minibatches[-1].append(MicroBatch(batch, tokens, positions))
+            ordered += [turn for sample in group for turn in sample[2]]
             m = tokens.stop
-    return Played(ordered, device), batches
+    return RolloutBatch(ordered, device), minibatches
 
 
-def split(micro, budget):
-    """A micro-batch -> parts of at most `budget` padded tokens, or of one row. There are seldom
-    several, so it may wait for the GPU."""
+def split(micro: MicroBatch, budget: int) -> list[MicroBatch]:
+    """Splits a micro-batch into parts of at most `budget` padded tokens, or of one row. It syncs
+    with the GPU, which matters little, because there is seldom anything to split."""
     b = micro.batch
     rows = max(1, budget // b.ids.shape[1])
     if rows >= len(b.ids):
@@ -325,242 +369,247 @@ def split(micro, budget):
     return parts
 
 
-def padded_tokens(batches):
-    return sum(micro.batch.ids.numel() for mini in batches for micro in mini)
+def padded_tokens(minibatches) -> int:
+    return sum(micro.batch.ids.numel() for minibatch in minibatches for micro in minibatch)
 
 
 @torch.no_grad()
-def score_all(lm, batches, what="old"):
-    """One forward pass over every micro-batch -> Scores of the whole iteration. `what`: a word for
-    the progress bar."""
-    parts = [Scores(*torch.zeros(4, 0, device=lm.device))]  # a rank may have no turn
-    with progress(what, padded_tokens(batches), "tokens") as bar:
-        for micro in (micro for mini in batches for micro in mini):
+def score_all(lm: ActorCritic, minibatches, label: str) -> Scores:
+    """One forward pass over every micro-batch, concatenated. `label` names the progress bar."""
+    parts = [Scores(*torch.zeros(4, 0, device=lm.device))]  # a rank may have no turns
+    with progress(label, padded_tokens(minibatches), "tokens") as bar:
+        for micro in (micro for minibatch in minibatches for micro in minibatch):
             parts.append(lm.score(micro.batch))
             bar.update(micro.batch.ids.numel())
     return Scores(*map(torch.cat, zip(*parts)))
 
 
-def score_old(lm, played, batches, config):
-    """Line 3: V_old and Q_old come with the pass that gives the old log-probs. With --old rollout
-    all are the sampler's own, and the pass is made over one micro-batch alone, for the log.
-    -> Scores, and how far the log-probs of the sampler are from those of the pass on average."""
-    micros = [micro for mini in batches for micro in mini]
-    if config.old == "rollout":
-        micros = micros[-1:]  # its sequences are long
-    scores = score_all(lm, [micros])  # SAPO: no second model is run
-    own = played.logp[len(played.logp) - len(scores.logp):]
-    sums = from_ranks([((scores.logp - own).abs().double().sum().item(), len(own))])
-    off = sum(x for x, _ in sums) / max(1, sum(n for _, n in sums))
-    if config.old == "rollout":
-        scores = Scores(played.logp, None, played.v / lm.r_max, played.q / lm.r_max)
-    return scores, off
-
-
-def note_advantages(played, adv):
-    """Tells each turn the mean advantage of its tokens, for its page; in SAPO all have one."""
-    sums = torch.zeros_like(played.reward).index_add(0, played.turn_of, adv)
-    for turn, advantage in zip(played.turns, (sums / played.turn_of.bincount()).tolist()):
+def compute_metrics(batch: RolloutBatch, old, targets: Targets, steps: list[dict]) -> dict:
+    """The metrics of an update, over all ranks, under the names of `Run.log`. It also gives every
+    turn its advantage, for the page of an episode: the mean over its tokens."""
+    sums = torch.zeros_like(batch.reward).index_add(0, batch.turn_of, targets.adv)
+    for turn, advantage in zip(batch.turns, (sums / batch.turn_of.bincount()).tolist()):
         turn.advantage = advantage
-
-
-def numbers_of(targets, steps):
-    """What all ranks' targets and steps say, under the names of `Run.log`."""
-    rows = from_ranks([*zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())])
-    returns, v, q = map(torch.tensor, zip(*rows))
-    out = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
-           "v_mean": v.mean().item(), "q_mean": q.mean().item(),
-           "v_explained_variance": explained_variance(v, returns),
-           "q_explained_variance": explained_variance(q, returns)}
-    for key in steps[0]:
-        over = max if key.endswith("_max") else sum if key.startswith("skipped") else mean
-        out[key] = over([step[key] for step in steps])
-    return out
+    rows = zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())
+    returns, v, q = map(torch.tensor, zip(*all_gather_list([*rows])))
+    metrics = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
+               "v_mean": v.mean().item(), "q_mean": q.mean().item(),
+               "v_explained_variance": explained_variance(v, returns),
+               "q_explained_variance": explained_variance(q, returns),
+               "sampler_logprob_diff": old.sampler_logprob_diff}
+    for name in steps[0]:
+        reduce = max if name.endswith("_max") else sum if name.startswith("skipped") else mean
+        metrics[name] = reduce([step[name] for step in steps])
+    return metrics
 
 
 # ------------------------------------------------------------------- what surrounds an iteration
 
 class Run:
-    """Iterates over the numbers of the iterations that are left: it goes on after a checkpoint and
-    writes the next ones. On SIGTERM or Ctrl-C it saves the last finished iteration and leaves."""
+    """Iterates over the remaining iterations, from a checkpoint on if there is one, and does for
+    the loop what is not in Algorithm 1: signals, checkpoints, tasks, log and warnings. On SIGTERM
+    or Ctrl-C it saves the last finished iteration and raises Stopped."""
 
     def __init__(self, sampler, learner, pool, config, checkpoint=None):
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
         lm = learner.lm
         if (lm.tau_v, lm.r_max) != (config.tau_v, config.r_max):
-            raise ValueError(f"tau_v and r_max of the model are {lm.tau_v:g} and {lm.r_max:g}, of "
-                             f"the settings {config.tau_v:g} and {config.r_max:g}")
-        self.ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-        self.done = self.saved = self.first = runs.iterations_in(checkpoint)
-        self.signals = stop.on_signals()
-        self.lost = 0  # iterations in a row
-        self.said = set()  # warnings
+            raise ValueError(f"the model has tau_v {lm.tau_v:g} and r_max {lm.r_max:g}, the "
+                             f"settings have {config.tau_v:g} and {config.r_max:g}")
+        self.task_ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
+        self.trajectory_ids = range(rank(), config.batch_size, world_size())  # this rank's
+        self.done = self.saved = self.first = iterations_of(checkpoint)
+        self.signals = stop.handle_signals()
+        self.iterations_without_success = 0
+        self.warned = set()
+        self.folder = RunDir(config.out) if config.out else None
         self.lines = []  # of metrics.jsonl
-        if config.out and rank() == 0:
-            self.lines = runs.log_of(config.out, self.done)
+        if self.folder and rank() == 0:
+            self.lines = self.folder.metrics_of(self.done)
         if checkpoint:
             learner.restore(checkpoint)
-        self.wandb = runs.begin_wandb(config) if config.wandb and rank() == 0 else None
+        self.wandb = init_wandb(config) if config.wandb and rank() == 0 else None
 
     def __enter__(self):
         self.signals.__enter__()
         return self
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         config, clock = self.config, self.learner.clock
         clock.start()
         for iteration in range(self.first, config.iterations):
             self.pool.seconds = 0.0
             self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
             stop.may_abandon = True  # until weights change
-            stop.leave_if_possible()
+            stop.raise_if_possible()
             yield iteration
             clock.start()
             self.done = iteration + 1
-            leave = any(from_ranks([stop.requested]))
-            if leave or self.done % config.save_every == 0 or self.done == config.iterations:
+            stopping = any(all_gather_list([stop.requested]))
+            if stopping or self.done % config.save_every == 0 or self.done == config.iterations:
                 self.save()
-                clock.lap("save")  # which is logged with the next iteration
-            if leave:
+                clock.record("save")  # logged with the next iteration
+            if stopping:
                 raise Stopped(agreed=True)
+
+    def update(self, minibatches) -> Iterator[list]:
+        """Yields the mini-batches, with a progress bar. Weights change now, so from here on a
+        signal waits until the iteration is finished."""
+        all_gather_list([], finish=True)
+        models, optimizers = len(self.learner.models), self.learner.optimizers.values()
+        with progress("update", padded_tokens(minibatches) * models, "tokens") as bar:
+            for minibatch in minibatches:
+                yield minibatch
+                bar.update(padded_tokens([minibatch]) * models)
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # frees memory for the next rollout
 
     def __exit__(self, kind, error, trace):
         try:
             if kind is Stopped:
                 stop.may_abandon = False
                 if not error.agreed:
-                    from_ranks([])  # tells the other ranks
+                    all_gather_list([])  # tells the other ranks
                 self.save()
-                say(f"{self.done} iterations are saved; --resume --out {self.config.out} goes on"
-                    if self.done else "no iteration was finished, so there is nothing to save")
+                print0(f"saved {self.done} iterations; continue with --resume --out "
+                       f"{self.config.out}" if self.done else
+                       "no iteration was finished, so there is nothing to save")
             elif kind is None and self.wandb:
                 self.wandb.finish()
         finally:
             self.signals.__exit__(kind, error, trace)
 
-    def save(self):
-        """A checkpoint of the last finished iteration, if there is none yet and a folder for it."""
-        if self.done > self.saved and self.config.out:
-            runs.save_checkpoint(self.config.out, self.done, self.learner.save)
+    def save(self) -> None:
+        """Writes a checkpoint of the last finished iteration, unless there is one already."""
+        if self.done > self.saved and self.folder:
+            self.folder.save_checkpoint(self.done, self.learner.save)
             self.saved = self.done
 
-    def games(self, iteration):
-        """This rank's tasks of an iteration, --group_size times each; none after the last one.
-        Every game comes once in a pass over the games, in an order drawn anew for each pass."""
-        c, n = self.config, len(self.ids)
-        count = c.tasks // c.group_size if iteration < c.iterations else 0
+    def task_batch(self, iteration: int) -> list:
+        """This rank's tasks of an iteration, each --group_size times in a row; empty after the last
+        iteration. All tasks occur once per epoch, in an order that is drawn anew each time."""
+        c, n = self.config, len(self.task_ids)
+        count = c.batch_size // c.group_size if iteration < c.iterations else 0
         ids = []
         for i in range(iteration * count, (iteration + 1) * count):
             order = np.random.default_rng([c.seed, i // n, TASKS]).permutation(n)
-            ids += [self.ids[order[i % n]]] * c.group_size
-        return ids[rank()::world()]
+            ids += [self.task_ids[order[i % n]]] * c.group_size
+        return ids[rank()::world_size()]
 
-    def log(self, iteration, turns, metrics):
-        """Adds what an iteration's turns say to what the learner says, prints it, and writes it as
-        a line of metrics.jsonl, over all ranks:
+    def log(self, iteration: int, turns: list[Turn], metrics: dict) -> None:
+        """Adds metrics of the rollout to those of the update, over all ranks, prints a line, and
+        appends them to metrics.jsonl:
 
-        episodes, turns, tokens_*          how many were played, encoded, sampled
-        success, score                     of the episodes, sampled at temperature 1
-        valid_actions, admissible_actions  shares of turns: in the format; offered by the game
-        truncated, outgrown                shares of episodes: cut short; as no prompt fit
-        cut                                share of responses that --max_new cut short
+        episodes, turns                    numbers of them
+        tokens_encoded, tokens_sampled     prompt tokens and response tokens of the sampler
+        success, score                     means over episodes, sampled at temperature 1
+        valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
+        truncated, context_overflow        fractions of episodes that ended early, for any reason,
+                                           and because the next prompt did not fit
+        response_truncated                 fraction of responses that reached --max_new_tokens
         loss, loss_policy, loss_v, loss_q  Eq. 12, 9, 11; ..._critic are a separate critic's
-        kl, kl_max, entropy                a token's KL to the starting model, mean and largest, and
-                                           the policy's entropy, in nats
-        ratio_max, *clip_fraction          of Eq. 8; shares that Eq. 9 and 10 hold back
-        v_saturated, q_saturated           shares of readouts where Eq. 1 has no gradient
-        v_, q_explained_variance           of the discounted return (PPO: of the whole return)
+        kl, kl_max, entropy                per token, in nats: the KL to the initial model, mean and
+                                           maximum, and the policy's entropy
+        ratio_max, *clip_fraction          Eq. 8; fractions of tokens or turns clipped by Eq. 9, 10
+        v_saturated, q_saturated           fractions of readouts at the bounds of Eq. 1, where its
+                                           gradient is 0
+        v_, q_explained_variance           of the discounted return (PPO: of the episode's return)
         v_mean, q_mean, return_mean        of old values and returns, over turns
-        return_max                         the largest |return|, which should be within R_max
-        grad_norm, skipped                 before clipping; steps that were not finite
-        sampler_off                        mean |log-prob of the sampler - of the scoring pass|
-        held_out                           with --eval_every, success on held-out games, T = 0.4
-        time_*                             seconds on rank 0: rollout (env: its games), old and ref
-                                           (line 3), update, a critic's values and critic, save;
-                                           total, without held_out
+        return_max                         the largest |return|, which should not exceed R_max
+        grad_norm, skipped_steps           before clipping; steps that were not finite
+        sampler_logprob_diff               mean |log-prob of the sampler - of the scoring pass|
+        held_out                           with --eval_every: success on held-out games, T = 0.4
+        time_*                             seconds on rank 0: rollout (of which env: waiting for
+                                           games), old_logprobs, ref, update; values and critic of a
+                                           separate critic; save; total, without held_out
         """
         config, sampler = self.config, self.sampler
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
         metrics |= self.learner.clock.seconds()
-        metrics |= episode_numbers(turns, self.learner.lm, self.pool.env.categories, config.tasks)
-        for key in ("tokens_encoded", "tokens_sampled"):
-            metrics[key] = sum(from_ranks([getattr(sampler, key)]))
+        metrics |= rollout_metrics(turns, self.learner.lm, self.pool.env.categories,
+                                   config.batch_size)
+        for name in ("tokens_encoded", "tokens_sampled"):
+            metrics[name] = sum(all_gather_list([getattr(sampler, name)]))
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
-            metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config,
-                                                    self.lines)
+            metrics["held_out"] = evaluate_and_keep(self.learner.lm, self.pool, config, self.lines)
         self.warn(metrics, self.unplayed(iteration, turns))
-        say(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
-            f"{metrics['success']:.0%}, admissible {metrics['admissible_actions']:.0%}, V explains "
-            f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
+        print0(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
+               f"{metrics['success']:.0%}, admissible actions {metrics['admissible_actions']:.0%}, "
+               f"explained variance of V {metrics['v_explained_variance']:.0%}, "
+               f"{metrics['time_total']:.1f} s")
         if rank() > 0:
             return
         self.lines.append(metrics)
         if self.wandb:
-            self.wandb.log(metrics, step=iteration)
-        if not config.out:
+            self.wandb.log(wandb_names(metrics), step=iteration)
+        if not self.folder:
             return
-        with open(f"{config.out}/metrics.jsonl", "a") as file:
+        with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
         if iteration % 10 == 0 or iteration == config.iterations - 1:
             page = evaluation.episode_page(
                 f"{config.out}, iteration {iteration + 1}",
                 [turn for turn in turns if turn.traj == turns[0].traj],
                 self.lines, self.learner.lm.tokenizer.decode)
-            Path(config.out, "transcripts").mkdir(exist_ok=True)
-            runs.write_file(f"{config.out}/transcripts/{iteration + 1:04d}.html", page)
+            (self.folder / "transcripts").mkdir(exist_ok=True)
+            write_file(self.folder / f"transcripts/{iteration + 1:04d}.html", page)
 
-    def unplayed(self, iteration, turns):
-        """All ranks' tasks whose first prompt was too long."""
+    def unplayed(self, iteration, turns) -> list:
+        """All ranks' tasks whose first prompt did not fit."""
         played = {turn.traj for turn in turns}
-        mine = zip(range(rank(), self.config.tasks, world()), self.games(iteration))
-        return from_ranks([task for traj, task in mine if traj not in played])
+        mine = zip(self.trajectory_ids, self.task_batch(iteration))
+        return all_gather_list([task for traj, task in mine if traj not in played])
 
-    def warn(self, metrics, unplayed):
-        """Says once each what keeps a run from learning, and what to look at."""
+    def warn(self, metrics, unplayed) -> None:
+        """Prints each warning once, when its condition holds."""
         c = self.config
-        self.lost = 0 if metrics["success"] else self.lost + 1
-        found = {
+        self.iterations_without_success += 1
+        if metrics["success"]:
+            self.iterations_without_success = 0
+        warnings = {
             "words": (
                 metrics["iteration"] == self.first and metrics["admissible_actions"] < 0.2,
-                "fewer than a fifth of the actions are admissible: tools/imitate.py teaches a "
-                "model an environment's words, or take a larger --model"),
+                "fewer than a fifth of the actions are admissible. tools/imitate.py teaches a "
+                "model the commands of an environment; or choose a larger --model"),
             "success": (
-                self.lost == 3 and not metrics["return_max"],
-                "three iterations without a success, and there is nothing to learn from: look into "
-                "transcripts/; tools/imitate.py, a larger --model or --horizon may help"),
-            "max_new": (
-                metrics["cut"] > 0.2,
-                f"--max_new {c.max_new} cuts more than a fifth of the responses short: raise it"),
+                self.iterations_without_success == 3 and not metrics["return_max"],
+                "no success in three iterations, so there is nothing to learn from. Look into "
+                "transcripts/; tools/imitate.py, a larger --model or a longer --horizon may help"),
+            "max_new_tokens": (
+                metrics["response_truncated"] > 0.2,
+                f"--max_new_tokens {c.max_new_tokens} truncates more than a fifth of the "
+                "responses: raise it"),
             "r_max": (
                 metrics["return_max"] > 1.0001 * c.r_max,
-                f"a return is outside +-R_max, {c.r_max:g}, which V cannot be: raise --r_max, or "
-                "let the environment's step() pay less"),
+                f"a return exceeds R_max = {c.r_max:g}, the largest value that V can take: raise "
+                "--r_max, or scale the environment's rewards down"),
             "max_prompt": (
                 bool(unplayed),
                 f"the first prompt of game {unplayed[:1]} has more than {self.sampler.limit} "
-                "tokens; such episodes count as lost. Raise --max_prompt, which --resume accepts, "
-                "or lower --max_new")}
-        for what, (holds, text) in found.items():
-            if holds and what not in self.said:
-                say(f"Careful: {text}")
-                self.said.add(what)
+                "tokens; such episodes count as lost. Raise --max_prompt, which is allowed with "
+                "--resume, or lower --max_new_tokens")}
+        for name, (holds, text) in warnings.items():
+            if holds and name not in self.warned:
+                print0(f"Warning: {text}")
+                self.warned.add(name)
 
 
-def episode_numbers(turns, lm, categories, episodes):
-    """What all ranks' turns say of an iteration's episodes, under the names of `Run.log`. Of the
-    `episodes`, those whose first prompt did not fit have no turn, and are lost."""
-    names = "won score truncated outgrown category done invalid admissible".split()
-    rows = from_ranks([{name: getattr(turn, name) for name in names}
-                       | {"cut": not lm.stopped(turn.action_ids)} for turn in turns])
+def rollout_metrics(turns, lm, categories, episodes) -> dict:
+    """The metrics of an iteration's episodes, over all ranks, under the names of `Run.log`. An
+    episode whose first prompt did not fit has no turn and counts as lost."""
+    names = "won score truncated context_overflow category done invalid admissible".split()
+    rows = all_gather_list([{name: getattr(turn, name) for name in names}
+                            | {"response_truncated": not lm.stopped(turn.action_ids)}
+                            for turn in turns])
     ends = [row for row in rows if row["done"]]
-    ends += [{"won": False, "score": 0.0, "truncated": True, "outgrown": True, "category": None}
-             ] * (episodes - len(ends))
+    ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True,
+              "category": None}] * (episodes - len(ends))
     won = {name: [row["won"] for row in ends if row["category"] == category]
            for category, name in categories.items()}
     shares = {name: mean([row[name] for row in ends]) for name in names[:4]}
     return {"episodes": len(ends), "turns": len(rows), "success": shares.pop("won"), **shares,
-            "success_by_category": {name: mean(its) if its else None for name, its in won.items()},
-            "cut": mean([row["cut"] for row in rows]),
+            "success_by_category": {name: mean(x) if x else None for name, x in won.items()},
+            "response_truncated": mean([row["response_truncated"] for row in rows]),
             "valid_actions": mean([not row["invalid"] for row in rows]),
             "admissible_actions": mean([row["admissible"] for row in rows])}
 
@@ -572,57 +621,58 @@ ALGOS = ("sapo", "sapo-separate", "ppo", "grpo", "rloo", "gigpo", "gigpo-nostd",
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The paper's settings, else verl-agent's, else ours. A comment is its flag's --help. What is
-    None and has a default by the environment or the machine gets it when a Config is made."""
+    """Every setting is a flag, and its comment is the flag's --help. Defaults are the paper's where
+    it gives them, else verl-agent's, else ours. Settings that are None get a default by the
+    environment or the machine when a Config is made."""
 
-    env: str = "house"  # house, alfworld, webshop, webshop-human (its human goals) or MODULE:CLASS
-    model: str = "tiny"  # tiny: results/tiny-*; a hub id, a name (Qwen2.5-1.5B), a folder
-    data: str = None  # alfworld: the folder that holds json_2.1.1; webshop: its catalogue's
-    out: str = None  # the run's folder; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
+    env: str = "house"  # house, alfworld, webshop, webshop-human (goals by people), MODULE:CLASS
+    model: str = "tiny"  # tiny (results/tiny-*), a hub id, a bare name (Qwen2.5-1.5B), a folder
+    data: str = None  # folder of the data: alfworld's json_2.1.1 is in it; webshop's catalogue
+    out: str = None  # folder of the run; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: int = 0  # random seed
-    iterations: int = 150  # of rollout and update; more of them stretch --lr_end's line
+    iterations: int = 150  # number of iterations, each a rollout and an update
     algo: Literal[ALGOS] = "sapo"  # the method
-    tasks: int = 128  # |B|: trajectories an iteration, of which --group_size share a task
-    group_size: int = None  # trajectories of a task; default 8 for what compares them, else 1
-    context: Literal["window", "full"] = "window"  # each turn its own prompt, or one conversation
-    engine: Literal["kv", "hf"] = "kv"  # kv: our own sampler; hf: generate
-    rows: int = None  # games decoded side by side; default all of an iteration's
-    compile: bool = None  # torch.compile for scoring and for sampling at 1; default on a GPU
-    dtype: Literal["float32", "bfloat16"] = None  # of the weights; default by the device
-    history: int = 2  # turns shown in a window prompt
-    horizon: int = None  # turns an episode may take; default the environment's
-    places: int = 5  # house: its size
-    objects: int = 4  # house: things that can be carried
-    max_new: int = 512  # tokens a response may take
-    max_prompt: int = None  # tokens a prompt may take, in full a conversation; default by the env
+    batch_size: int = 128  # |B|: trajectories per iteration; --group_size of them share a task
+    group_size: int = None  # trajectories per task; default 8 for group-based methods, else 1
+    context: Literal["window", "full"] = "window"  # a new prompt each turn, or one conversation
+    engine: Literal["kv", "hf"] = "kv"  # kv: our sampler; hf: transformers' generate
+    max_num_seqs: int = None  # games played side by side; default all of an iteration
+    compile: bool = None  # torch.compile scoring, and sampling at temperature 1; default on a GPU
+    dtype: Literal["float32", "bfloat16"] = None  # of the weights; default bfloat16 on a GPU
+    history: int = 2  # past turns shown in a prompt of --context window
+    horizon: int = None  # maximum number of turns per episode; default the environment's
+    places: int = 5  # house: number of places
+    objects: int = 4  # house: number of things to carry
+    max_new_tokens: int = 512  # maximum length of a response
+    max_prompt: int = None  # maximum tokens of a prompt, or of a whole conversation with full
 
     gamma: float = 0.95  # discount per turn, of sapo, sapo-separate and gigpo
-    lam: float = 0.95  # lambda of GAE over turns, Eq. 5, of sapo and sapo-separate
-    r_max: float = 10.0  # R_max, Eq. 2: returns must lie in [-R_max, R_max]
-    tau_v: float = 1.0  # value temperature, Eq. 1; not taken over from a trained --model
-    value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two rows no text uses
-    c_inv: float = 0.1  # a malformed turn's charge, as a return, Eq. 7; grpo etc.: after std
+    gae_lambda: float = 0.95  # lambda of GAE over turns, Eq. 5, of sapo and sapo-separate
+    r_max: float = 10.0  # R_max, Eq. 2: returns must be within [-R_max, R_max]
+    tau_v: float = 1.0  # temperature of the value readout, Eq. 1
+    value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two vocabulary entries no text uses
+    c_inv: float = 0.1  # penalty for invalid actions, Eq. 7, in units of return
     clip: float = 0.2  # epsilon, Eq. 9, and epsilon_V, epsilon_Q, Eq. 10
-    c_v: float = 0.5  # weight of V's loss, Eq. 12; at 0, GAE takes V as 0
+    c_v: float = 0.5  # weight of V's loss, Eq. 12; with 0, GAE uses V = 0
     c_q: float = 0.25  # weight of Q's loss
-    beta: float = 0.01  # weight of the KL to the model SAPO started from
-    c_h: float = 0.001  # weight of the entropy
+    beta: float = 0.01  # weight of the KL to the initial model
+    c_h: float = 0.001  # weight of the entropy bonus
 
     lr: float = 1e-6  # AdamW's learning rate
-    lr_warmup: int = 0  # optimizer steps over which lr rises from 0
-    lr_end: float = 1.0  # share of lr that a straight line reaches at the end; verl-agent's is 1
-    critic_lr: float = 1e-5  # of a separate critic
-    mini_batch: int = 256  # turns an optimizer step
-    tokens_per_micro_batch: int = 8192  # padded tokens a forward pass
-    old: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's own
-    checkpointing: bool = False  # recompute activations: less memory, a third more time
-    moments: Literal["float32", "bfloat16"] = "float32"  # of AdamW, and a bf16 model's gradients
+    lr_warmup: int = 0  # optimizer steps of linear warmup
+    lr_final_fraction: float = 1.0  # the learning rate decays linearly to this fraction of --lr
+    critic_lr: float = 1e-5  # learning rate of a separate critic
+    mini_batch: int = 256  # turns per optimizer step
+    tokens_per_micro_batch: int = 8192  # tokens per forward pass, padding included
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's
+    gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
+    optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments
 
-    eval_games: int = None  # held-out games; default the env's
-    eval_every: int = 0  # iterations between evaluations while training, whose best is kept
+    eval_games: int = None  # number of held-out games; default the environment's
+    eval_every: int = 0  # iterations between evaluations while training; the best model is kept
     save_every: int = 5  # iterations between checkpoints
-    resume: bool = False  # go on with the run in --out; flags that are not given are the run's
-    wandb: str = None  # a project of Weights & Biases to log to; needs pip install wandb
+    resume: bool = False  # continue the run in --out, with its settings
+    wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
 
     def __post_init__(self):
         for name, value in defaults_for(self).items():
@@ -630,86 +680,90 @@ class Config:
                 object.__setattr__(self, name, value)
 
 
-# What the shop and a tiny model need differently; the later beats the earlier, a flag beats both.
+# Other defaults for the shop and for tiny models. Later entries override earlier ones, and flags
+# override both.
 PRESETS = {
     "webshop": dict(mini_batch=64),  # its episodes are short
-    "tiny": dict(dtype="float32", compile=False, iterations=40, tasks=64, max_new=16,
-                 max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_end=0.0, mini_batch=128,
-                 tokens_per_micro_batch=4096),
-    "tiny in house": dict(iterations=24)}  # the fewest at which five seeds end above 95 %
-PATIENCE = 5  # steps in a row that may fail before the run stops
-# What a resumed run may change: its length and surroundings, and what helps against low memory.
-MAY_CHANGE = {"iterations", "save_every", "data", "out", "resume", "rows", "wandb", "max_prompt",
-              "tokens_per_micro_batch", "checkpointing", "compile", "moments"}
+    "tiny": dict(dtype="float32", compile=False, iterations=40, batch_size=64, max_new_tokens=16,
+                 max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_final_fraction=0.0,
+                 mini_batch=128, tokens_per_micro_batch=4096),
+    "tiny in house": dict(iterations=24)}  # the fewest with which five seeds end above 95 %
+MAX_FAILED_STEPS = 5  # steps in a row that may be skipped before the run stops
+# What may change when a run is resumed: its length and surroundings, and what saves memory.
+RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
+                  "max_prompt", "tokens_per_micro_batch", "gradient_checkpointing", "compile",
+                  "optim_state_dtype"}
 
 
-def parse_config(argv=()):
-    """Flags -> Config. A resumed run keeps its settings and refuses flags other than MAY_CHANGE."""
-    given = vars(flags_of(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
+def parse_config(argv: list[str] = ()) -> Config:
+    """Flags -> Config. With --resume the run's settings hold. ValueError: a flag contradicts them
+    (except RESUME_MUTABLE), or settings do not fit together."""
+    given = vars(parser_for(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
     asked, stored = Config(**given), {}
-    usual = vars(Config()) | defaults_for(asked) | presets_for(asked)
-    out = str(Path(asked.out or f"runs/{runs.name_of(given, usual, MAY_CHANGE)}"))
+    defaults = vars(Config()) | defaults_for(asked) | presets_for(asked)
+    out = str(Path(asked.out or f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"))
     if asked.resume and (Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}):
-        stored = {k: v for k, v in runs.settings_of(out).items() if hasattr(asked, k)}
-    config = Config(**usual | stored | given | {"out": out})
-    other = [f"--{k} is {v} there" for k, v in stored.items()
-             if k not in MAY_CHANGE and getattr(config, k) != v]
-    if other:
-        raise ValueError(f"--resume: {out} was begun otherwise ({'; '.join(other)})")
+        stored = {k: v for k, v in RunDir(out).settings().items() if hasattr(asked, k)}
+    config = Config(**defaults | stored | given | {"out": out})
+    conflicts = [f"--{k} is {v} there" for k, v in stored.items()
+                 if k not in RESUME_MUTABLE and getattr(config, k) != v]
+    if conflicts:
+        raise ValueError(f"--resume: {out} was started with different settings "
+                         f"({'; '.join(conflicts)})")
     check(config)
     return config
 
 
-def defaults_for(asked):
-    """What follows for settings that are None from others, and from the machine."""
-    env, gpu = envs.known(asked.env), torch.cuda.is_available()
+def defaults_for(asked: Config) -> dict:
+    """Defaults that depend on other settings and on the machine."""
+    env, gpu = envs.env_class(asked.env), torch.cuda.is_available()
     return {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
             "eval_games": env.held_out[1],
             "max_prompt": env.max_prompt if asked.context == "window" else None,
-            "group_size": 8 if LEARNERS[asked.algo] is Grouped else 1}
+            "group_size": 8 if LEARNERS[asked.algo] is GroupBased else 1}
 
 
-def presets_for(asked):
-    """What a flag has for a default where the environment or the model is one of PRESETS."""
+def presets_for(asked: Config) -> dict:
+    """The PRESETS that apply."""
     out = dict(PRESETS["webshop"]) if str(asked.env).startswith("webshop") else {}
     out |= PRESETS["tiny"] if is_tiny(asked.model) else {}
     out |= PRESETS["tiny in house"] if (asked.model, asked.env) == ("tiny", "house") else {}
-    return out if asked.context == "window" else out | {"max_prompt": None}  # the model's
+    return out if asked.context == "window" else out | {"max_prompt": None}  # the model's limit
 
 
-def check(c):
-    """Refuses settings that do not fit each other, or the machine, before anything is loaded."""
+def check(c: Config) -> None:
+    """ValueError, before anything is loaded: settings do not fit each other, or data is missing."""
     for k in envs.OPTIONS:
-        if k not in envs.known(c.env).flags and getattr(c, k) != getattr(Config, k):
-            raise ValueError(f"--{k} does nothing with --env {c.env}")
-    if c.tasks % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is Grouped:
-        raise ValueError(f"--group_size {c.group_size} does not fit --tasks {c.tasks}, or is too "
-                         f"few for --algo {c.algo} to compare")
+        if k not in envs.env_class(c.env).flags and getattr(c, k) != getattr(Config, k):
+            raise ValueError(f"--{k} has no effect with --env {c.env}")
+    if c.batch_size % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is GroupBased:
+        raise ValueError(f"--group_size {c.group_size} does not divide --batch_size "
+                         f"{c.batch_size}, or is too small for --algo {c.algo} to compare "
+                         "trajectories")
     if c.eval_every and not c.eval_games:
         raise ValueError("--eval_every needs --eval_games")
-    if c.algo == "empg" and c.old == "rollout":
-        raise ValueError("--algo empg needs the entropies of the pass that --old rollout saves")
-    for split in ("train", envs.known(c.env).held_out[0]):
-        envs.tasks(c.env, split, **envs.options_for(vars(c)))
+    if c.algo == "empg" and c.old_logprobs == "rollout":
+        raise ValueError("--algo empg needs entropies, which --old_logprobs rollout does not give")
+    for split_name in ("train", envs.env_class(c.env).held_out[0]):
+        envs.tasks(c.env, split_name, **envs.options_for(vars(c)))
 
 
-# -------------------------------------------------------------------------------------------- run
+# ------------------------------------------------------------------------------------- a whole run
 
-def evaluate_and_keep(lm, pool, config, lines):
-    """-> success on held-out games. What is better than in all `lines` of metrics.jsonl is kept in
-    RUN/best."""
-    played = evaluation.of_run(lm, pool, config, {"": evaluation.TEMPERATURES[""]})
+def evaluate_and_keep(lm, pool, config, lines) -> float:
+    """Evaluates on held-out games -> success. Saves the model as RUN/best if that is better than in
+    all `lines` of metrics.jsonl."""
+    played = evaluation.evaluate_config(lm, pool, config, {"": evaluation.TEMPERATURES[""]})
     success = evaluation.report(*played.values())["success"]
     before = [line.get("held_out", -1) for line in lines]
-    if config.out and success > from_rank_0(max(before, default=-1)):
-        runs.write_folder(f"{config.out}/best", lambda to: lm.save(to) if rank() == 0 else None)
-        say(f"success {success:.1%} on held-out games, the best so far")
+    if config.out and success > broadcast_object(max(before, default=-1)):
+        write_folder(f"{config.out}/best", lambda path: lm.save(path) if rank() == 0 else None)
+        print0(f"success {success:.1%} on held-out games, the best so far")
     return success
 
 
 def first_game(config, pool):
-    """-> (obs, info) of the first training game, and a mark by which one set of games differs from
-    another."""
+    """Starts the first training game -> ((obs, info), a fingerprint of the set of games)."""
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     pool.start(0, ids[0])
     first, = pool.gather([0])
@@ -717,71 +771,71 @@ def first_game(config, pool):
     return first, hashlib.sha256(json.dumps([ids, first[0]]).encode()).hexdigest()[:16]
 
 
-def load_start(config, pool, first):
-    """-> the model a run starts from. ValueError where its readouts are saturated in `first`, (obs,
-    info) of a game."""
-    say(f"loading {config.model}; {config.out} is written")
-    prompt = pool.env.episode(*first).window_prompt()
+def load_initial_model(config, pool, first) -> ActorCritic:
+    """Loads the model that training starts from. first: (obs, info) of a game, for a prompt.
+    ValueError: the value readouts of that prompt are saturated."""
+    print0(f"loading {config.model}; writing to {config.out}")
+    prompt = pool.env.prompt_builder(*first).window_prompt()
     with progress(f"loading {config.model}"):
         lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
                   value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
-                  prompt=prompt, max_new=config.max_new)
-    readout_at_start(lm, lm.chat.prompt(prompt))
+                  prompt=prompt, max_new_tokens=config.max_new_tokens)
+    check_initial_readout(lm, lm.chat.encode_user_turn(prompt))
     choose_threads(lm.model)
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
-    say(f"on {lm.device}{threads}, {world()} rank(s); w+ and w- are {lm.value_ids}")
-    return fitted(lm, config)
+    print0(f"on {lm.device}{threads}, {world_size()} rank(s); w+ and w- are tokens {lm.value_ids}")
+    return compile_and_checkpoint(lm, config)
 
 
-def fitted(lm, config):
-    """-> lm as --compile and --checkpointing want it."""
-    if config.checkpointing:
-        # transformers 6 will know the first name alone, as 5.17 knows the second
+def compile_and_checkpoint(lm, config) -> ActorCritic:
+    """Applies --gradient_checkpointing and --compile."""
+    if config.gradient_checkpointing:
+        # transformers 6 has only the first name, 5.17 only the second
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
         (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if config.compile:
-        say("compiling what scores and samples, which takes minutes; --no-compile goes without")
-        lm.model.train(config.checkpointing)  # as in an update
+        print0("compiling scoring and sampling, which takes minutes; --no-compile skips it")
+        lm.model.train(config.gradient_checkpointing)  # as in an update
         with progress("compiling"):
             lm = compiled_scoring(lm, config.tokens_per_micro_batch)
         lm.model.eval()
     return lm
 
 
-def run(config):
-    """Evaluation, Algorithm 1, evaluation."""
-    out = config.out
-    with (runs.held(out, config.resume),
+def run(config: Config) -> None:
+    """Evaluates, trains, evaluates again, and writes the run's folder."""
+    folder = RunDir(config.out)
+    with (folder.lock(config.resume),
           contextlib.closing(envs.Pool(config.env, envs.options_for(vars(config)),
                                        envs.default_workers(config.env))) as pool):
-        checkpoint = runs.newest_checkpoint(out)
+        checkpoint = folder.newest_checkpoint()
         if config.wandb and rank() == 0:
-            runs.begin_wandb(config)  # it may not answer, which is known before anything is loaded
+            init_wandb(config)  # first, because it may fail
         first, games = first_game(config, pool)
-        lm = load_start(config, pool, first)
-        learner = LEARNERS[config.algo](lm, config)  # allocates all that training keeps
+        lm = load_initial_model(config, pool, first)
+        learner = LEARNERS[config.algo](lm, config)  # allocates everything that training keeps
         if rank() == 0:
-            runs.begin_folder(out, vars(config) | {"games": games}, checkpoint)
-        before = from_rank_0(runs.read_json(f"{out}/before.json"))
+            folder.begin(vars(config) | {"games": games}, checkpoint)
+        before = broadcast_object(read_json(folder / "before.json"))
         if not before:
-            before = evaluation.of_run(lm, pool, config)
+            before = evaluation.evaluate_config(lm, pool, config)
         if rank() == 0:
-            runs.write_file(f"{out}/before.json", json.dumps(before))
-        say("success before training: " + evaluation.success_of(before))
+            write_file(folder / "before.json", json.dumps(before))
+        print0("success before training: " + evaluation.success_of(before))
         train(learner, pool, config, checkpoint)
-        after = evaluation.of_run(lm, pool, config)
-        runs.write_folder(f"{out}/final", lambda to: lm.save(to) if rank() == 0 else None)
+        after = evaluation.evaluate_config(lm, pool, config)
+        write_folder(folder / "final", lambda path: lm.save(path) if rank() == 0 else None)
         if rank() == 0:
-            print(evaluation.write_of_run(before, after, config))
-            evaluation.draw(evaluation.group_runs([out]), f"{out}/curves.png")
-            print(f"wrote {out}; next: python eval.py --model {out}")
-        barrier()  # a rank that leaves early would pull the others down
+            print(evaluation.write_reports(before, after, config))
+            evaluation.draw(evaluation.group_runs([config.out]), folder / "curves.png")
+            print(f"wrote {config.out}; next: python eval.py --model {config.out}")
+        barrier()  # a rank that exits early would take the others down
 
 
 # -------------------------------------------------------------- the methods SAPO is compared with
 
 class PolicyLearner(Learner):
-    """Eq. 12 without the values: the policy's own V and Q are not trained."""
+    """Eq. 12 without the value losses: the model's own V and Q are not trained."""
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         c, m = self.config, micro.tokens
@@ -790,29 +844,30 @@ class PolicyLearner(Learner):
                           c_h=c.c_h, tokens=n_tokens)
 
 
-class Grouped(PolicyLearner):
-    """GRPO, RLOO, GiGPO, EMPG: every trajectory is compared with the others of its task, whichever
-    rank played them."""
+class GroupBased(PolicyLearner):
+    """GRPO, RLOO, GiGPO, EMPG: each trajectory is compared with the others of its task, on
+    whichever rank they were played. The penalty for invalid actions is subtracted from the
+    advantage."""
 
-    def targets(self, played, batches, old):
+    def targets(self, batch, old):
         c = self.config
-        entropy = zeros = torch.zeros_like(played.reward)
-        if c.algo == "empg":  # a turn's entropy is the mean over its tokens
-            entropy = zeros.index_add(0, played.turn_of, old.entropy) / played.turn_of.bincount()
-        rows = zip(played.turns, played.reward.tolist(), entropy.tolist())
-        rows = from_ranks([(rank(), t.traj, t.turn, t.obs, r, h) for t, r, h in rows])
+        entropy = zeros = torch.zeros_like(batch.reward)
+        if c.algo == "empg":  # the mean over the tokens of a turn
+            entropy = zeros.index_add(0, batch.turn_of, old.entropy) / batch.turn_of.bincount()
+        rows = zip(batch.turns, batch.reward.tolist(), entropy.tolist())
+        rows = all_gather_list([(rank(), t.traj, t.turn, t.obs, r, h) for t, r, h in rows])
         owner, traj, turn, obs, reward, entropy = zip(*rows)
-        state = np.unique(obs, return_inverse=True)[1]  # a number for each observation
+        state = np.unique(obs, return_inverse=True)[1]  # a number for each distinct observation
         adv = self.estimate(*map(torch.tensor, (traj, turn, state, reward, entropy)))
-        mine = adv[torch.tensor(owner) == rank()].to(zeros) - c.c_inv * played.invalid
-        returns = discounted_returns(played.traj, played.turn, played.reward, gamma=c.gamma)
-        return Targets(mine[played.turn_of], zeros, zeros, returns)
+        mine = adv[torch.tensor(owner) == rank()].to(zeros) - c.c_inv * batch.invalid
+        returns = discounted_returns(batch.traj, batch.turn, batch.reward, gamma=c.gamma)
+        return Targets(mine[batch.turn_of], zeros, zeros, returns)
 
-    def estimate(self, traj, turn, state, reward, entropy):
+    def estimate(self, traj, turn, state, reward, entropy) -> torch.Tensor:
         """(N,) over the turns of all ranks -> advantages (N,)."""
         algo, reward = self.config.algo, reward.double()
         score = episode_returns(traj, reward)
-        group = traj // self.config.group_size  # Run.games lays a task's trajectories side by side
+        group = traj // self.config.group_size  # a task's trajectories have consecutive numbers
         if algo == "rloo":
             return rloo_advantages(traj, group, score)
         if algo.startswith("gigpo"):
@@ -823,62 +878,62 @@ class Grouped(PolicyLearner):
 
 
 class SeparateCritic(PolicyLearner):
-    """SAPO's turn-level targets with V from a second model and no Q."""
+    """SAPO's turn-level targets, with V from a second model and without Q."""
 
-    axis = "turns"  # of the values that are learned
+    axis = "turns"  # the critic values turns (N,) or tokens (M,)
 
     def __init__(self, lm, config):
         self.critic = Critic(lm)
         super().__init__(lm, config)
 
-    def values(self, micro):
-        """The critic's, before each turn's first token, (N,), or before every token, (M,)."""
+    def values(self, micro) -> torch.Tensor:
+        """The critic's values over R_max: before every turn's first token (N,), or before every
+        token (M,)."""
         return (self.critic if self.axis == "tokens" else self.critic.of_turns)(micro.batch)
 
     @torch.no_grad()
-    def old_values(self, played, batches):
-        parts = [self.values(micro) for mini in batches for micro in mini]
-        self.clock.lap("values")
-        return torch.cat([played.v[:0], *parts])  # a rank may have no turn
-
-    def targets(self, played, batches, old):
-        value = self.old_values(played, batches)
-        old = old._replace(p_v=value, p_q=torch.zeros_like(value))
-        return super().targets(played, batches, old)._replace(value_old=value)
+    def score_behaviour_policy(self, batch, minibatches):
+        old = super().score_behaviour_policy(batch, minibatches)
+        values = [self.values(micro) for minibatch in minibatches for micro in minibatch]
+        values = torch.cat([batch.v[:0], *values])  # a rank may have no turns
+        self.clock.record("values")
+        return old._replace(p_v=values, p_q=torch.zeros_like(values))
 
     def loss_critic(self, micro, old, ref, targets, n_tokens, n_turns):
         part = getattr(micro, self.axis)
         count = n_tokens if self.axis == "tokens" else n_turns
-        return value_loss(self.values(micro), targets.value_old[part], targets.y_v[part],
+        return value_loss(self.values(micro), old.p_v[part], targets.y_v[part],
                           clip=self.config.clip, denom=count)[0], {}
 
 
 class PPO(SeparateCritic):
-    """PPO as verl-agent has it: a turn is paid the episode's return, less its charge. With gamma =
-    lambda = 1 a token's advantage is that less its value; they are whitened over all tokens."""
+    """PPO as in verl-agent: every turn is rewarded at its end with the whole episode's return, less
+    the penalty for invalid actions, and GAE with gamma = lambda = 1 runs over the tokens of that
+    turn alone. So a token's advantage is that reward minus its value, whitened over all tokens."""
 
     axis = "tokens"
 
-    def targets(self, played, batches, old):
-        c = self.config
-        value = self.old_values(played, batches)
-        returns = episode_returns(played.traj, played.reward)
-        score = (returns - c.c_inv * played.invalid) / c.r_max
-        mask = torch.arange(c.max_new, device=value.device) < played.turn_of.bincount()[:, None]
-        table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)  # (N, T)
-        adv, target = (x[mask] for x in token_gae(table, mask, score))
-        adv = normalize_advantages(adv, group=everyone())
+    def targets(self, batch, old):
+        c, value = self.config, old.p_v
+        returns = episode_returns(batch.traj, batch.reward)
+        score = (returns - c.c_inv * batch.invalid) / c.r_max
+        columns = torch.arange(c.max_new_tokens, device=value.device)
+        mask = columns < batch.turn_of.bincount()[:, None]  # (N, T)
+        table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)
+        adv, y_v = (x[mask] for x in token_gae(table, mask, score))
+        adv = normalize_advantages(adv, group=process_group())
         v = c.r_max * table[:, 0]
-        return Targets(adv, v, torch.zeros_like(v), returns, y_v=target, value_old=value)
+        return Targets(adv, v, torch.zeros_like(v), returns, y_v)
 
 
-LEARNERS = {"sapo": Learner, "sapo-separate": SeparateCritic, "ppo": PPO, "grpo": Grouped,
-            "rloo": Grouped, "gigpo": Grouped, "gigpo-nostd": Grouped, "empg": Grouped}
+LEARNERS = {"sapo": Learner, "sapo-separate": SeparateCritic, "ppo": PPO, "grpo": GroupBased,
+            "rloo": GroupBased, "gigpo": GroupBased, "gigpo-nostd": GroupBased,
+            "empg": GroupBased}
 
 
 def main():
     with one_line_errors("train.py", envs.GameError):
-        join_ranks()
+        init_distributed()
         run(parse_config(sys.argv[1:]))
 
 

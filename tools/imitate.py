@@ -1,17 +1,16 @@
-"""Imitation: before Algorithm 1, a model that cannot speak yet learns from demonstrations.
+"""Imitation learning: a model that does not know an environment's commands learns them first.
 
-    python tools/imitate.py --out runs/house                   a start like results/tiny-house
+    python tools/imitate.py --out runs/house                   a model like results/tiny-house
     python tools/imitate.py --env alfworld --model runs/house --steps 800 --out runs/alfworld
-    python train.py --env alfworld --model runs/alfworld       goes on from there
+    python train.py --env alfworld --model runs/alfworld       then Algorithm 1
 
-Sparse reward repairs a wrong decision quickly and a wrong word slowly. So the model first takes
-steps on what a demonstrator says in training games, until nearly all actions that it samples itself
-are admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made
-here. The paper has no such phase, and larger pretrained models need none.
+Sparse rewards correct a wrong decision quickly, but not a command that does not exist. So the model
+is first trained on demonstrations in training games, until nearly all actions that it samples are
+admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made here.
+The paper has no such phase, and larger pretrained models do not need it.
 
-An environment of your own needs a demonstrator, advice(forgetful) -> (thought, command) or None; it
-may forget what training is to find out. The random model's words are those of its training games.
-tools/lake.py is an example.
+Your own environment needs a demonstrator, advice(forgetful) -> (thought, command) or None. The
+forgetful one may leave out what training should discover. tools/frozen_lake.py is an example.
 """
 import contextlib
 import dataclasses
@@ -39,16 +38,18 @@ import envs
 import eval as evaluation
 import train
 from envs import AlfWorld
-from machine import cli, runs
-from machine.ranks import AdamW, Stopped, join_ranks, mean, say, stop
 from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micro_batches,
                    restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
-from worlds.seeker import APPLIANCES, LAMP, Seeker, type_of, verb_of
+from runtime.checkpoint import read_tensors, write_folder
+from runtime.cli import choose_threads, one_line_errors, parser_for
+from runtime.distributed import Stopped, init_distributed, mean, print0, stop
+from runtime.optim import AdamW
+from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
 
-# --------------------------------------------------------------------- a tiny model, made at random
+# --------------------------------------------------------------- the tiny model and its tokenizer
 
-SPOKEN = (  # fixed strings of the house and of ALFWorld
+PHRASES = (  # fixed strings of the house and of ALFWorld
     "go to|open|close|take|move|clean|heat|cool|use|examine|look|inventory|help|from|from the|to|"
     "to the|with|using the|put|two|hot|in|at|under the desklamp|You are in the middle of a room. "
     "Looking quickly around you, you see|You arrive at|The|On the|you see|is closed|is open. In it|"
@@ -59,27 +60,26 @@ SPOKEN = (  # fixed strings of the house and of ALFWorld
 
 
 def household_words():
-    """-> (phrases, nouns): the fixed strings of the house, and whatever has a name in a house or in
-    ALFWorld."""
+    """(phrases, nouns): the fixed strings, and all objects and places of the house and ALFWorld."""
     types = envs.OBJECTS + envs.PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
     types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
               "toiletpaperhanger tvstand wateringcan").split()
-    return SPOKEN, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
+    return PHRASES, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
 
 
-def words_of(config, flags):
-    """The same of another environment, from demonstrations in training games: the words that are
-    read and said there, and the commands that these words do not spell exactly."""
+def vocabulary_of(config, flags):
+    """(phrases, nouns) of another environment, from demonstrations in training games: the words of
+    observations, thoughts and commands, and the commands that these words do not spell exactly."""
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     counts, commands = Counter(), set()
-    for task in evaluation.spaced(ids, 256):
+    for task in evaluation.evenly_spaced(ids, 256):
         for turn in demonstrate_here(config, flags, (config.seed, 0), task):
-            offered = turn.info["admissible"]
-            commands.update(offered)
-            told = turn.obs, turn.info["task"], turn.thought, turn.label, *offered
-            counts.update(re.findall("[A-Za-z]+", " ".join(told)))
+            admissible = turn.info["admissible"]
+            commands.update(admissible)
+            texts = turn.obs, turn.info["task"], turn.thought, turn.label, *admissible
+            counts.update(re.findall("[A-Za-z]+", " ".join(texts)))
     nouns = [word for word, _ in counts.most_common(4000)]
-    tags = [word for word in SPOKEN if word.startswith("<")]
+    tags = [word for word in PHRASES if word.startswith("<")]
     tokenizer = tiny_tokenizer("", (tags, nouns))
     lost = [c for c in sorted(commands)
             if tokenizer.decode(tokenizer(c, add_special_tokens=False).input_ids) != c]
@@ -87,9 +87,9 @@ def words_of(config, flags):
 
 
 def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
-    """A word-level tokenizer: a fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
-    one token, and an unknown word is spelled, so that every ASCII string can be encoded. Spaces,
-    punctuation and articles separate words and are forgotten, which halves the tokens to read."""
+    """A word-level tokenizer. A fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
+    one token; unknown words are spelled, so that every ASCII string can be encoded. Spaces,
+    punctuation and articles are dropped, which halves the number of tokens."""
     phrases, nouns = words or household_words()
     prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
     fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
@@ -117,9 +117,9 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
 
 
 def random_tiny(seed=0, dtype=torch.float32, role=envs.HOUSEHOLD, words=None):
-    """-> ActorCritic of a randomly initialised model of about 0.2 M parameters. Its embeddings are
-    untied, and the rows of w+ and w- are zero, so that V = Q = 0 at the start. It is Qwen2 by the
-    name of SeedOss, because to a Qwen2 transformers gives Qwen's own kind of tokenizer."""
+    """A randomly initialized model of about 0.2 M parameters. Its embeddings are untied, and the
+    rows of w+ and w- are 0, so that V = Q = 0 at the start. The architecture is Qwen2's, but under
+    the name SeedOss, because transformers would replace the tokenizer of a Qwen2 model."""
     tokenizer = tiny_tokenizer(role, words)
     config = transformers.SeedOssConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -143,43 +143,43 @@ class Demonstrated(NamedTuple):
     info: dict
     thought: str
     label: str  # the command that the demonstrator advises
-    executed: str  # the command that was executed, which is a random one in some turns
+    executed: str  # the command that was executed: the label, or in some turns a random one
 
 
 def destinations(commands):
     return [c.removeprefix("go to ") for c in commands if c.startswith("go to ")]
 
 
-class AlfWorldDemonstrator(Seeker, AlfWorld):
-    """ALFWorld with the house's demonstrator. It looks through the places in their order and says
-    nothing that cannot be told from what has been seen and done. Only where to look first it learns
-    from the game's walkthrough, so that a model learns where things usually are."""
+class AlfWorldDemonstrator(HouseholdExpert, AlfWorld):
+    """ALFWorld with the expert of the house, which searches the places in order and uses only what
+    the agent has seen. Only the first place comes from the game's walkthrough, so that a model
+    learns where things usually are."""
 
     def info(self, state):
         info = super().info(state)
-        self.offered = info["admissible"]
+        self.admissible = info["admissible"]
         return info
 
     def reset(self, task):
         obs, info = super().reset(task)
         names = [name.lower() for name in task.split("/")[1].split("-")]
         self.goal, self.verb = [names[1], names[3]], verb_of(self.category)
-        self.places = destinations(self.offered)
+        self.places = destinations(self.admissible)
         self.begin = next(iter(destinations(self.walkthrough)), None)
         return obs, info
 
     def advice(self, forgetful=False):
-        """As in the house, but several places may share a spot. Such a spot offers what lies on any
-        of them, and no command that leads to itself."""
+        """As in the house, but several places can share a location, which then has the objects of
+        all of them, and no command that leads to itself."""
         thought, command = super().advice(forgetful)
         obj = self.goal[0]
         if thought == f"find {obj}" and not command.startswith("take "):
-            takes = [c for c in sorted(self.offered) if re.match(rf"take {obj} \d+ from ", c)]
+            takes = [c for c in sorted(self.admissible) if re.match(rf"take {obj} \d+ from ", c)]
             command = next((c for c in takes if not self.stores(c.split(" from ")[1])), command)
-        if command.startswith("go to ") and command not in self.offered:
+        if command.startswith("go to ") and command not in self.admissible:
             after = self.places.index(command.removeprefix("go to ")) + 1
             ways = [f"go to {p}" for p in self.places[after:] + self.places]
-            command = next(way for way in ways if way in self.offered)
+            command = next(way for way in ways if way in self.admissible)
         return thought, command
 
     @property
@@ -192,43 +192,43 @@ class AlfWorldDemonstrator(Seeker, AlfWorld):
         return last.removeprefix("take ").split(" from ")[0] if last.startswith("take ") else None
 
     def closed(self, place):
-        return f"open {place}" in self.offered
+        return f"open {place}" in self.admissible
 
     def inside(self, place):
-        """What can be taken or used here; `place` is where the player stands."""
-        takes = (re.fullmatch(f"take (.+) from {place}", command) for command in self.offered)
+        """What can be taken or used at `place`, where the agent is."""
+        takes = (re.fullmatch(f"take (.+) from {place}", command) for command in self.admissible)
         things = sorted(take[1] for take in takes if take)
-        return things + [LAMP] if f"use {LAMP}" in self.offered else things
+        return things + [LAMP] if f"use {LAMP}" in self.admissible else things
 
     def treated(self, thing):
-        """Heating undoes cooling and the other way round, so that the last of the two counts."""
+        """Heating undoes cooling and vice versa, so the last of them counts."""
         undoes = {"heat": "cool", "cool": "heat"}.get(self.verb)
         done = [c.split(" ")[0] for c in self.played if f" {thing} with " in c]
         return [verb for verb in done if verb in (self.verb, undoes)][-1:] == [self.verb]
 
     def placed(self, any_state):
-        """How many of the goal's objects lie where they should be. Their state is not looked at,
-        because the game itself notices when it is won."""
-        lies, (obj, dest) = {}, self.goal
+        """How many of the goal's objects are at their destination, in whatever state: the game
+        itself notices when it is won."""
+        place_of, (obj, dest) = {}, self.goal
         for command in self.played:
             if move := re.fullmatch(r"(take|move) (.+) (?:from|to) (.+)", command):
-                lies[move[2]] = move[3] if move[1] == "move" else ""
-        return sum(type_of(t) == obj and type_of(p) == dest for t, p in lies.items())
+                place_of[move[2]] = move[3] if move[1] == "move" else ""
+        return sum(type_of(t) == obj and type_of(p) == dest for t, p in place_of.items())
 
 
 def demonstrate(env, task, seed, forget=0.0, noise=0.0):
-    """Plays an episode by env.advice -> its turns. `forget` is the share of episodes played by the
-    forgetful demonstrator, which end when it has thought "done" twice. In the house and ALFWorld,
-    `noise` is the share of turns in which a random command is executed in place of the label, so
-    that a model sees mistakes and the way out of them; elsewhere a random command may end it."""
+    """Plays an episode by env.advice -> its turns. `forget` is the fraction of episodes with the
+    forgetful demonstrator; they end when its thought was "done" twice. In the house and ALFWorld,
+    `noise` is the fraction of turns in which a random command is executed instead of the label, so
+    that a model sees how to recover. (In other environments it might end the episode.)"""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
     while advice := env.advice(forgetful):
         thought, label = advice
         idle = forgetful and [turn.thought for turn in turns[-2:]] == ["done", "done"]
-        slips = isinstance(env, Seeker) and rng.random() < noise
-        executed = rng.choice(info["admissible"]) if slips else label
+        random_turn = isinstance(env, HouseholdExpert) and rng.random() < noise
+        executed = rng.choice(info["admissible"]) if random_turn else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
         if terminated or truncated or idle or len(turns) == env.horizon:
@@ -237,13 +237,13 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
 
 
 def demonstrator_of(name):
-    """The class of an environment with `advice`."""
-    return AlfWorldDemonstrator if name == "alfworld" else envs.known(name)
+    """The environment's class, with `advice`."""
+    return AlfWorldDemonstrator if name == "alfworld" else envs.env_class(name)
 
 
 @functools.cache
 def demonstrator(name, **options):
-    """Made once in each process."""
+    """An environment, made once per process."""
     return demonstrator_of(name)(**options)
 
 
@@ -251,30 +251,31 @@ def demonstrate_here(config, flags, seed, task):
     try:
         env = demonstrator(config.env, **envs.options_for(vars(config)))
         return demonstrate(env, task, seed, flags.forget, flags.noise)
-    except Exception as error:  # of another class, because not every exception can be pickled
+    except Exception as error:  # not every exception can be pickled
         raise envs.GameError(f"{config.env}: game {task} failed: {error!r}") from None
 
 
-# --------------------------------------------------------------------------- learning from them
+# ------------------------------------------------------------------------- learning from
+# demonstrations
 
 def samples_of(lm, turns, context, config):
-    """A demonstration -> training samples [(ids, spans)]. In `window` every turn is a sample whose
-    response holds the label. In `full` the responses hold what was executed, because the
-    conversation goes on from there, and only those that follow the label are trained on."""
-    episode, samples = envs.known(config.env).episode(*turns[0][:2]), []
-    end = lm.chat.prompt("-", [None])[0]  # the token that ends a turn
+    """A demonstration -> training samples [(ids, spans of responses)]. In "window", every turn is a
+    sample with the label as response. In "full", the responses are what was executed, because the
+    conversation continues from there, and only those equal to the label are trained on."""
+    builder, samples = envs.env_class(config.env).prompt_builder(*turns[0][:2]), []
+    end = lm.chat.encode_user_turn("-", [None])[0]  # the token that ends a turn
     for n, turn in enumerate(turns):
         if n > 0:
-            episode.took(turns[n - 1].executed, turn.obs, turn.info)
+            builder.record(turns[n - 1].executed, turn.obs, turn.info)
         if n == 0 or context == "window":
             samples.append(([], []))
         ids, spans = samples[-1]
-        ids += lm.chat.prompt(next(iter(episode.prompts(context, config.history))), ids)
+        ids += lm.chat.encode_user_turn(next(iter(builder.prompts(context, config.history))), ids)
         start = len(ids)
         action = turn.label if context == "window" else turn.executed
         text = f"<think> {turn.thought} </think> <action> {action} </action>"
-        said = lm.chat.response_prefix  # by the template
-        text = text[text.find("<action>") if "</think>" in said else 7 * ("<think>" in said):]
+        prefix = lm.chat.response_prefix  # what the template writes itself is not repeated
+        text = text[text.find("<action>") if "</think>" in prefix else 7 * ("<think>" in prefix):]
         ids += lm.chat.encode(text) + [end]
         if action == turn.label:
             spans.append((start, len(ids)))
@@ -282,9 +283,9 @@ def samples_of(lm, turns, context, config):
 
 
 def imitation_loss(lm, batch, text_weight):
-    """The summed cross-entropy of the responses, and text_weight times that of all other text: a
-    model that has no language learns its commands sooner if it learns to predict what it reads."""
-    hidden = lm.body(batch.ids)
+    """The summed cross-entropy of the responses, plus text_weight times that of all other text: a
+    model without language learns commands sooner if it also predicts what it reads."""
+    hidden = lm.hidden_states(batch.ids)
     text = torch.arange(batch.ids.shape[1], device=batch.ids.device) < batch.length[:, None]
     weight = text_weight * text  # (B, T)
     weight[batch.token_row, batch.token_col] = 1.0
@@ -294,44 +295,44 @@ def imitation_loss(lm, batch, text_weight):
 
 
 def batches(lm, games, contexts, config, flags, mapper=map, first=0):
-    """Yields for each step, from `first` on, samples with flags.batch turns or a few more, of the
-    contexts in turn. They come from a stock that is filled up and shuffled, so that neighbours are
-    of different games. `mapper` may spread the demonstrations over processes."""
-    stocks = {context: [] for context in contexts}
+    """Yields the samples of each step from `first` on: flags.batch turns or a few more, of the
+    contexts in turn, from a buffer of shuffled demonstrations. `mapper` can distribute the
+    demonstrations over processes."""
+    buffers = {context: [] for context in contexts}
     for step in range(first, flags.steps):
         context = contexts[step % len(contexts)]
-        stock = stocks[context]
-        while sum(len(spans) for _, spans in stock) < 4 * flags.batch:
-            had = len(stock)
+        buffer = buffers[context]
+        while sum(len(spans) for _, spans in buffer) < 4 * flags.batch:
+            had = len(buffer)
             rng = np.random.default_rng([config.seed, step, had, DEMONSTRATIONS])
             some = [games[i] for i in rng.choice(len(games), 32)]
             play = functools.partial(demonstrate_here, config, flags, (config.seed, step))
             for turns in filter(None, mapper(play, some)):
-                stock += samples_of(lm, turns, context, config)
-            if len(stock) == had:
+                buffer += samples_of(lm, turns, context, config)
+            if len(buffer) == had:
                 raise ValueError("the demonstrator knows no way to win any of the games drawn")
-            rng.shuffle(stock)
+            rng.shuffle(buffer)
         batch = []
         while sum(len(spans) for _, spans in batch) < flags.batch:
-            batch.append(stock.pop())
+            batch.append(buffer.pop())
         yield batch
 
 
-def take_step(model, optimizer, micros, loss_of, checkpointing=False):
-    """One optimizer step on the sum of the micro-batches' losses."""
-    infos = train.add_up_gradients(model, micros, loss_of, checkpointing)
-    train.apply_gradients(model, optimizer, infos)
+def train_step(model, optimizer, micros, loss_of, gradient_checkpointing=False):
+    infos = train.accumulate_gradients(model, micros, loss_of, gradient_checkpointing)
+    train.optimizer_step(model, optimizer, infos)
 
 
 def imitate(lm, pool, config, flags, mapper=map):
-    """Steps on demonstrations, until flags.steps are done or the model plays games that it has not
-    seen as flags.until or flags.until_success ask. What is saved in config.out on the way is what
-    flags.resume goes on with. Stopped: by a signal, once the steps are saved."""
-    optimizer = AdamW(lm.model.parameters(), flags.lr, moments=getattr(torch, config.moments))
+    """Trains on demonstrations until flags.steps, or until the model reaches flags.until or
+    flags.until_success in games that it has not seen. Saves its state in config.out now and then,
+    for flags.resume. Stopped: a signal came, and the state is saved."""
+    state_dtype = getattr(torch, config.optim_state_dtype)
+    optimizer = AdamW(lm.model.parameters(), flags.lr, state_dtype=state_dtype)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    probe = evaluation.spaced(ids, 64)  # ids are sorted by kind of task, so that all kinds occur
+    probe = evaluation.evenly_spaced(ids, 64)  # with tasks of all categories
     practice = sorted({*ids} - {*probe}) or ids
     both = config.model == "random" and config.env == "house"
     contexts = ("window", "full") if both else (config.context,)
@@ -339,22 +340,22 @@ def imitate(lm, pool, config, flags, mapper=map):
                 for context in contexts]
     first, saved = 0, time.time()
     if flags.resume:
-        kept = torch.load(f"{config.out}/imitation.pt", map_location="cpu")
-        first = kept["step"]
-        optimizer.take(kept["states"])
-        schedule.load_state_dict(kept["schedule"])
+        state = read_tensors(f"{config.out}/imitation.pt")
+        first = state["step"]
+        optimizer.load_shard(state["states"])
+        schedule.load_state_dict(state["schedule"])
         optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
     steps = batches(lm, practice, contexts, config, flags, mapper, first)
     for step, batch in enumerate(tqdm(steps, "imitation", flags.steps, initial=first), first):
         tokens = sum(end - start for _, spans in batch for start, end in spans)
         micros = [make_batch(group).to(lm.device)
                   for group in micro_batches(batch, config.tokens_per_micro_batch)]
-        take_step(lm.model, optimizer, micros, lambda micro: (
-            imitation_loss(lm, micro, flags.text_weight) / tokens, {}), config.checkpointing)
+        loss_of = lambda micro: (imitation_loss(lm, micro, flags.text_weight) / tokens, {})
+        train_step(lm.model, optimizer, micros, loss_of, config.gradient_checkpointing)
         schedule.step()
         if (step + 1) % 200 == 0:
-            looks = [look(each, probe, pool, step, config) for each in samplers]
-            admissible, won = map(min, zip(*looks))
+            results = [measure(sampler, probe, pool, step, config) for sampler in samplers]
+            admissible, won = map(min, zip(*results))
             goal = flags.until_success
             if admissible >= flags.until if goal is None else won >= goal:
                 break
@@ -363,31 +364,32 @@ def imitate(lm, pool, config, flags, mapper=map):
             save(lm, config.out, {"step": step + 1, "schedule": schedule.state_dict(),
                                   "states": optimizer.state_dict()["state"]})
         if stop.requested:
-            say(f"{step + 1} steps are saved; the same command with --resume goes on")
+            print0(f"saved {step + 1} steps; continue with the same command and --resume")
             raise Stopped
 
 
 def save(lm, folder, state=None):
-    """Writes the model's folder, and what --resume needs beside the model."""
+    """Writes the model's folder, with the state that --resume needs."""
     def fill(new):
         lm.save(new)
         if state:
             torch.save(state, f"{new}/imitation.pt")
 
-    runs.write_folder(folder, fill)
+    write_folder(folder, fill)
 
 
-def look(sampler, games, pool, step, config):
-    """Samples these games -> shares of admissible actions and of games won, which it prints."""
-    turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE), rows=config.rows,
-                    history=config.history)
+def measure(sampler, games, pool, step, config):
+    """Plays these games -> (fraction of admissible actions, fraction of games won). Prints both."""
+    turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE),
+                    max_num_seqs=config.max_num_seqs, history=config.history)
     admissible = mean([turn.admissible for turn in turns])
     won = mean([turn.won for turn in turns if turn.done])
     tqdm.write(f"after {step + 1} steps, {sampler.context}: {admissible:.1%} of the actions are "
                f"admissible, {won:.1%} of {len(games)} unseen games are won")
     if mean([not sampler.lm.stopped(turn.action_ids) for turn in turns]) > 0.2:
-        tqdm.write(f"Careful: --max_new {sampler.max_new} cuts more than a fifth of the responses "
-                   "short: raise it, here and in train.py, or shorten the demonstrator's thoughts")
+        tqdm.write(f"Warning: --max_new_tokens {sampler.max_new_tokens} truncates more than a "
+                   "fifth of the responses: raise it, here and in train.py, or shorten the "
+                   "demonstrator's thoughts")
     return admissible, won
 
 
@@ -395,17 +397,17 @@ def look(sampler, games, pool, step, config):
 
 @dataclasses.dataclass
 class Flags:
-    """What an imitation has beside flags of train.py. A comment is its flag's --help."""
+    """The flags beside those of train.py. A comment is the flag's --help."""
 
-    steps: int = 5000  # optimizer steps, at most
-    lr: float = 1e-5  # the highest learning rate
-    batch: int = 64  # turns a step
-    text_weight: float = 0.0  # weight of predicting what is read, beside what is said
-    until: float = 0.98  # share of admissible actions, looked at every 200 steps, that ends it
-    until_success: float = None  # the share of games won that ends it, in place of --until
-    resume: bool = False  # go on with what --out holds; the other flags have to be the same
-    forget: float = 0.0  # share of demonstrations by the forgetful demonstrator
-    noise: float = 0.2  # house, alfworld: share of turns in which a random command is executed
+    steps: int = 5000  # maximum number of optimizer steps
+    lr: float = 1e-5  # peak learning rate
+    batch: int = 64  # turns per step
+    text_weight: float = 0.0  # weight of the cross-entropy of prompts, relative to responses
+    until: float = 0.98  # stop at this fraction of admissible actions, measured every 200 steps
+    until_success: float = None  # stop at this success rate instead
+    resume: bool = False  # continue the imitation in --out; give the same flags as before
+    forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
+    noise: float = 0.2  # house, alfworld: fraction of turns with a random command
 
 
 SAVE_AFTER = 180  # seconds
@@ -413,52 +415,53 @@ TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny m
 
 
 def parse(argv=None):
-    """-> train.py's Config, and Flags. ValueError says what is wrong."""
-    parser = cli.flags_of(
-        Flags, {"tiny": TINY}, "Imitation, before Algorithm 1: a model learns what a demonstrator "
-        "says, which is --env's method advice(forgetful) -> (thought, command); see tools/lake.py. "
-        "It takes flags of train.py too: --env, --model, --out, and those of the prompts and the "
-        "memory. Then: python train.py --env ENV --model OUT")
+    """Flags -> (train.py's Config, Flags). ValueError: they cannot be used."""
+    parser = parser_for(
+        Flags, {"tiny": TINY}, "Imitation learning before Algorithm 1. The demonstrator is the "
+        "method advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. Flags "
+        "of train.py are allowed, too, such as --env, --model, --out, and those of prompts and "
+        "memory.")
     flags, rest = parser.parse_known_args(argv)
     config = train.parse_config(["--model", "random", *rest])
     flags = Flags(**(TINY if is_tiny(config.model) else {}) | vars(flags))
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
-        raise ValueError(f"--out {config.out} holds no imitation that was left before its end")
-    if os.path.exists(config.out) and not flags.resume:  # because writing replaces what is there
-        raise ValueError(f"--out {config.out} exists already; name a new folder")
+        raise ValueError(f"--out {config.out} has no unfinished imitation")
+    if os.path.exists(config.out) and not flags.resume:
+        raise ValueError(f"--out {config.out} exists already; choose a new folder")
     if not hasattr(demonstrator_of(config.env), "advice"):
         raise ValueError(f"--env {config.env} has no demonstrator, advice(forgetful) -> (thought, "
-                         "command): write one, or train a pretrained instruct model, which needs "
-                         "no imitation")
+                         "command): write one, or use a pretrained instruct model, which needs no "
+                         "imitation")
     return config, flags
 
 
 def main():
-    with cli.one_line_errors("imitate.py", envs.GameError, BrokenExecutor):
-        join_ranks()
+    with one_line_errors("imitate.py", envs.GameError, BrokenExecutor):
+        init_distributed()
         config, flags = parse()
-        say(f"{config.model} imitates {config.env}'s demonstrator for {flags.steps} steps or less")
+        print0(f"{config.model} imitates the demonstrator of {config.env}, {flags.steps} steps or "
+               "fewer")
         dtype = getattr(torch, config.dtype)
         if flags.resume:
             lm = load(config.out, env=config.env, dtype=dtype)
         elif config.model == "random":
             own = config.env not in ("house", "alfworld")
-            lm = random_tiny(config.seed, dtype, envs.known(config.env).role,
-                             words_of(config, flags) if own else None)
+            lm = random_tiny(config.seed, dtype, envs.env_class(config.env).role,
+                             vocabulary_of(config, flags) if own else None)
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
-        cli.choose_threads(lm.model)
-        lm = train.fitted(lm, config)
+        choose_threads(lm.model)
+        lm = train.compile_and_checkpoint(lm, config)
         workers = envs.default_workers(config.env)
         pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
-        # they are forked from a server without threads, and leave Ctrl-C to this process
+        # forked from a server without threads; Ctrl-C is left to this process
         players = ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver"),
                                       signal.signal, (signal.SIGINT, signal.SIG_IGN))
-        with contextlib.closing(pool), players, stop.on_signals():
+        with contextlib.closing(pool), players, stop.handle_signals():
             imitate(lm, pool, config, flags, players.map if workers else map)
         save(lm, config.out)
-        say(f"wrote {config.out}; next: python train.py --env {config.env} --model {config.out}, "
-            "with the same flags of the environment and the prompts, if any")
+        print0(f"wrote {config.out}; next: python train.py --env {config.env} --model "
+               f"{config.out}, with the same flags for environment and prompts")
 
 
 if __name__ == "__main__":

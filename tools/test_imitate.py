@@ -8,13 +8,13 @@ import torch
 
 import train
 from envs import make_env, tasks
-from machine.runs import ROOT
+from runtime.checkpoint import ROOT
 from model import load, make_batch
 from test_sapo import random_model, run_main
-from tools import imitate, lake
+from tools import frozen_lake, imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
 from tools.test_bench import on_the_cpu  # it acts by itself
-from worlds.test_textworld import TRIAL, needs_package, small_game
+from simulators.test_textworld import TRIAL, needs_package, small_game
 
 
 def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
@@ -75,13 +75,14 @@ def test_a_slip_is_shown_with_what_should_have_been_done_or_is_not_imitated(cont
 
 
 def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
-    start, small = tmp_path / "start", ["--horizon", 6, "--max_new", 8, "--places", 6]
+    start, small = tmp_path / "start", ["--horizon", 6, "--max_new_tokens", 8, "--places", 6]
     run_main(imitate, monkeypatch, "--steps", 3, "--out", start, *small)
     pairs = zip(random_tiny().model.parameters(), load(str(start)).model.parameters())
     assert not any(a.equal(b) for a, b in pairs)
     with pytest.raises(SystemExit, match="exists already"):
         run_main(imitate, monkeypatch, "--out", start)
-    run_main(train, monkeypatch, "--model", start, "--tasks", 3, "--iterations", 1, "--eval_games",
+    run_main(train, monkeypatch, "--model", start, "--batch_size", 3, "--iterations", 1,
+             "--eval_games",
              0, "--out", tmp_path / "run", *small)
     assert "1 of 1: success" in capsys.readouterr().out
 
@@ -90,38 +91,38 @@ def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
 def test_it_ends_when_enough_actions_are_admissible_or_games_won(monkeypatch, flags):
     asked = []
 
-    def look(sampler, games, pool, step, config):
+    def measure(sampler, games, pool, step, config):
         asked.append((sampler.context, step, len(games)))
         return (0.98, 0.3) if asked[-1][:2] == ("full", 199) else (0.99, 0.4)
 
-    monkeypatch.setattr(imitate, "look", look)
-    monkeypatch.setattr(imitate, "take_step", lambda model, optimizer, *_: optimizer.step())
+    monkeypatch.setattr(imitate, "measure", measure)
+    monkeypatch.setattr(imitate, "train_step", lambda model, optimizer, *_: optimizer.step())
     monkeypatch.setattr(imitate, "batches", lambda *_: iter([[([1, 2], [(1, 2)])]] * 900))
     imitate.imitate(random_tiny(), None, *imitate.parse(flags.split()))
     assert asked == [(context, step, 64) for step in (199, 399) for context in ("window", "full")]
 
 
 def test_imitation_goes_on_after_ctrl_c(tmp_path, monkeypatch, capsys):
-    out, small = tmp_path / "out", ["--horizon", 6, "--max_new", 8, "--steps", 4]
-    take_step, seen = imitate.take_step, []
+    out, small = tmp_path / "out", ["--horizon", 6, "--max_new_tokens", 8, "--steps", 4]
+    train_step, seen = imitate.train_step, []
 
     def step_and_signal(model, optimizer, micros, *args):
         seen.append(optimizer.param_groups[0]["lr"])
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return take_step(model, optimizer, micros, *args)
+        return train_step(model, optimizer, micros, *args)
 
-    monkeypatch.setattr(imitate, "take_step", step_and_signal)
+    monkeypatch.setattr(imitate, "train_step", step_and_signal)
     with pytest.raises(SystemExit, match="interrupted"):
         run_main(imitate, monkeypatch, "--out", out, *small)
-    assert "2 steps are saved; the same command with --resume goes on" in capsys.readouterr().out
+    assert "saved 2 steps; continue with the same command and --resume" in capsys.readouterr().out
     kept = torch.load(out / "imitation.pt")
     assert kept["step"] == 2 and all(x["step"] == 2 for x in kept["states"].values())
     run_main(imitate, monkeypatch, "--out", out, "--resume", *small)
     assert len(seen) == 4 and not (out / "imitation.pt").exists()
     run_main(imitate, monkeypatch, "--out", tmp_path / "alone", *small)
     assert seen[4:] == seen[:4]  # the learning rates
-    with pytest.raises(SystemExit, match="no imitation that was left"):
+    with pytest.raises(SystemExit, match="has no unfinished imitation"):
         run_main(imitate, monkeypatch, "--out", out, "--resume")
 
 
@@ -129,24 +130,24 @@ def test_the_lake_is_learned_by_the_commands_of_the_readme(tmp_path, monkeypatch
     """Made shorter: half of their steps."""
     monkeypatch.chdir(tmp_path)
     commands = [line.split("  ")[0].split()[2:] for line in open(f"{ROOT}/README.md")
-                if line.startswith("python t") and "tools.lake:Lake" in line]
+                if line.startswith("python t") and "tools.frozen_lake:FrozenLake" in line]
     run_main(imitate, monkeypatch, *commands[0], "--steps", 150)
     run_main(train, monkeypatch, *commands[1], "--iterations", 24, "--save_every", 24)
-    result = json.loads(next((tmp_path / "runs").glob("Lake-*/eval.json")).read_text())
+    result = json.loads(next((tmp_path / "runs").glob("FrozenLake-*/eval.json")).read_text())
     assert result["n"] == 200 and result["success"] > 2 * result["success_before"] > 0
 
 
 def test_a_tiny_model_knows_the_words_of_the_environment_it_is_made_for(monkeypatch):
-    config, flags = imitate.parse(["--env", "tools.lake:Lake"])
-    monkeypatch.setattr(lake, "WAYS", {"[up]": (-1, 0), **lake.WAYS})
-    words = imitate.words_of(config, flags)
-    encode = random_tiny(role=lake.Lake.role, words=words).tokenizer.tokenize
+    config, flags = imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
+    monkeypatch.setattr(frozen_lake, "WAYS", {"[up]": (-1, 0), **frozen_lake.WAYS})
+    words = imitate.vocabulary_of(config, flags)
+    encode = random_tiny(role=frozen_lake.FrozenLake.role, words=words).tokenizer.tokenize
     assert encode("<action> north </action>") == ["<action>", "north", "</action>"]
     assert encode("Ice: north. Goal: 2 [up]") == ["Ice", "north", "Goal", "2", "[up]"]
-    assert encode(lake.Lake.role) == [lake.Lake.role]
-    monkeypatch.delattr(lake.Lake, "advice")
+    assert encode(frozen_lake.FrozenLake.role) == [frozen_lake.FrozenLake.role]
+    monkeypatch.delattr(frozen_lake.FrozenLake, "advice")
     with pytest.raises(ValueError, match="no demonstrator"):
-        imitate.parse(["--env", "tools.lake:Lake"])
+        imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
 
 
 def test_the_tiny_model_spells_what_it_has_no_word_for():

@@ -11,7 +11,7 @@ from envs import Pool, make_env, tasks
 from rollout import Response
 from test_sapo import run_main
 from tools import prompted
-from tools.prompted import Endpoint, attempts
+from tools.prompted import Endpoint, run_trials
 from tools.test_bench import on_the_cpu  # it acts by itself
 
 
@@ -20,7 +20,8 @@ class Knowing(Endpoint):
     keeps what it is asked: (game, attempt, turn, prompt)."""
 
     def __init__(self, plans, wins, limit):
-        self.plans, self.wins, self.limit, self.max_new, self.steps = plans, wins, limit, 4, 0
+        self.plans, self.wins, self.limit = plans, wins, limit
+        self.max_new_tokens, self.steps = 4, 0
         self.asked, self.trial, self.turn = [], Counter(), Counter()
 
     def add(self, i, letters, u):
@@ -34,7 +35,7 @@ class Knowing(Endpoint):
             self.trial[i], self.turn[i] = trial + 1, 0
         request = Future()
         request.set_result(Response(list(said), [], 0.0, 0.0))
-        self.open[request] = i
+        self.requests[request] = i
 
 
 def last_attempts(style, wins, limit=10 ** 9):
@@ -44,7 +45,7 @@ def last_attempts(style, wins, limit=10 ** 9):
         env.reset(game)
         plans.append(env.expert())
     model = Knowing(plans, wins, limit)
-    records = dict(attempts(model, dict(enumerate(games)), Pool("house"), style=style))
+    records = dict(run_trials(model, dict(enumerate(games)), Pool("house"), style=style))
     return model.asked, [records[number] for number in range(len(games))]
 
 
@@ -120,5 +121,5 @@ def test_an_endpoint_plays_and_its_answers_survive_a_failure(endpoint, tmp_path,
     for status, body, why in ((404, "no such\nmodel", "404"), (200, '{"choices": []}', "Index")):
         says[:] = [chat_answer(None)] * 3 + [(status, body)]
         with pytest.raises(SystemExit, match=f"^prompted.py: {url}: .*{why}.*$"):
-            main("--rows", 1, out="f.json")
+            main("--max_num_seqs", 1, out="f.json")
         assert json.loads((tmp_path / "f.jsonl.new").read_text())["turns"] == 3

@@ -1,8 +1,8 @@
-"""Tests of machine/ranks.py."""
+"""Tests of runtime/optim.py."""
 import pytest
 import torch
 
-from machine import ranks
+from runtime import optim
 
 
 def steps_of(optimizer, p, gradients):
@@ -12,33 +12,33 @@ def steps_of(optimizer, p, gradients):
     return p.detach().clone()
 
 
-@pytest.mark.parametrize("slice", [ranks.SLICE, 8])
-def test_adamw_is_adamw_and_its_slices_do_not_matter(monkeypatch, slice):
-    monkeypatch.setattr(ranks, "SLICE", slice)
+@pytest.mark.parametrize("chunk", [optim.CHUNK, 8])
+def test_adamw_is_adamw_and_its_slices_do_not_matter(monkeypatch, chunk):
+    monkeypatch.setattr(optim, "CHUNK", chunk)
     torch.manual_seed(0)
     start = torch.randn(7, 5)
     gradients = [torch.randn(7, 5) * 10 ** torch.randn(7, 5) for _ in range(20)]
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    a = steps_of(ranks.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
+    a = steps_of(optim.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
     b = steps_of(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1), theirs, gradients)
     torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(moments):
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(state_dtype):
     torch.manual_seed(0)
     start, gradients = torch.randn(2000).bfloat16(), [torch.randn(2000) + 1 for _ in range(300)]
     alone, ours = (torch.nn.Parameter(start.clone()) for _ in range(2))
     stood = steps_of(torch.optim.AdamW([alone], lr=1e-6, weight_decay=0), alone, gradients) == start
     assert stood[start.abs() > 0.05].all()
-    optimizer = ranks.AdamW([ours], lr=1e-6, weight_decay=0, moments=moments)
+    optimizer = optim.AdamW([ours], lr=1e-6, weight_decay=0, state_dtype=state_dtype)
     steps_of(optimizer, ours, gradients)
     state, exact = optimizer.state[ours], torch.nn.Parameter(start.float())
     steps_of(torch.optim.AdamW([exact], lr=1e-6, weight_decay=0), exact,
              [g.to(ours.grad_dtype).float() for g in gradients])
-    assert state["m"].dtype == moments and torch.equal(ours, state["master"].bfloat16())
+    assert state["exp_avg"].dtype == state_dtype and torch.equal(ours, state["master"].bfloat16())
     moved, wanted = state["master"] - start.float(), exact.detach() - start.float()
-    if moments == torch.float32:
+    if state_dtype == torch.float32:
         torch.testing.assert_close(moved, wanted, atol=1e-7, rtol=1e-3)
     else:  # rounded at random it is right on average; to the nearest, v would stop far too low
         assert moved.mean().item() == pytest.approx(wanted.mean().item(), rel=0.01)
@@ -51,9 +51,9 @@ def test_ranks_keep_shares_of_one_size(monkeypatch, size):
     """Qwen2.5-1.5B's shapes repeat every twelve tensors, so every n-th one would be uneven."""
     layer = [1536 ** 2, 1536, 256 * 1536, 256, 256 * 1536, 256, 1536 ** 2, *[8960 * 1536] * 3]
     sizes = [151936 * 1536, *(layer + [1536] * 2) * 28, 1536]
-    monkeypatch.setattr(ranks, "world", lambda: size)
-    owner = ranks.shares_of_ranks(sizes)
-    kept = [sum(n for n, its in zip(sizes, owner) if its == r) for r in range(size)]
+    monkeypatch.setattr(optim, "world_size", lambda: size)
+    owner = optim.partition_params(sizes)
+    kept = [sum(n for n, kept_by in zip(sizes, owner) if kept_by == r) for r in range(size)]
     assert len(owner) == len(sizes) and sum(kept) == sum(sizes)
     assert max(kept) < max(1.02 * sum(sizes) / size, 1.0001 * sizes[0])
 

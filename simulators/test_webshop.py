@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from worlds import webshop
-from worlds.webshop import Catalogue, Shop
+from simulators import webshop
+from simulators.webshop import Catalogue, Shop
 
 DRESS = {
     "asin": "B00DRESS01", "name": "Acme Women's Summer Dress",

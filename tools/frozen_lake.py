@@ -1,7 +1,9 @@
 """A frozen lake, of which a player sees the squares beside it: an environment of one's own.
 
-    python tools/imitate.py --env tools.lake:Lake --out runs/lake    a tiny model learns its words,
-    python train.py --env tools.lake:Lake --model runs/lake          then how to cross other lakes
+    python tools/imitate.py --env tools.frozen_lake:FrozenLake --out runs/lake
+    python train.py --env tools.frozen_lake:FrozenLake --model runs/lake
+
+By the first command a tiny model learns the words, by the second how to cross other lakes.
 """
 import random
 
@@ -14,7 +16,7 @@ def beside(square):
     return {way: (square[0] + a, square[1] + b) for way, (a, b) in WAYS.items()}
 
 
-class Lake(envs.Env):
+class FrozenLake(envs.Env):
     role = "You stand on a frozen lake. Name the way to go."
     horizon, held_out = 20, ("test", 200)
 

@@ -13,7 +13,7 @@ def verb_of(category):  # what its tasks want done: clean, heat, cool or None
     return next((verb for verb in APPLIANCES if f"_{verb}_" in category), None)
 
 
-class Seeker:
+class HouseholdExpert:
     """Solves household tasks. It looks through the places in their order and uses only what the
     agent sees as well, so that a model can learn to do the same.
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from worlds.textworld import Engine, alfworld_root, game_folders, hurried, shortcuts
+from simulators.textworld import Engine, alfworld_root, game_folders, patched_textworld, shortcuts
 
 needs_package = pytest.mark.skipif(importlib.util.find_spec("alfworld") is None,
                                    reason="needs the package: pip install alfworld")
@@ -76,7 +76,7 @@ def test_textworld_answers_the_same_and_is_left_as_it_was(small_game, monkeypatc
     engine, root, before = Engine(), os.path.join(small_game, "json_2.1.1"), textgen.deepcopy
     for seed in range(3):
         check_shortcuts(engine, root, TRIAL, seed)
-    with hurried():
+    with patched_textworld():
         assert textgen.deepcopy is not before and not gc.isenabled()
     assert textgen.deepcopy is before and gc.isenabled()
     monkeypatch.setattr(textworld.version, "__version__", "1.8.0")

@@ -1,10 +1,10 @@
 """TextWorld, the engine of ALFWorld's games: starting it, and shortcuts for it.
 
 TextWorld parses the same grammar again and again, copies deeply what nobody changes, sorts the same
-facts for every query, and translates every game four times. `hurried` replaces those functions
-while a game is loaded or makes a step, and puts the originals back. The answers are the same, byte
-for byte, and a step is some eighteen times faster. Only TextWorld 1.7.0 is touched, which without
-this does not run on Python 3.13. """
+facts for every query, and translates every game four times. `patched_textworld` replaces those
+functions while a game is loaded or makes a step, and puts the originals back. The answers are the
+same, byte for byte, and a step is some eighteen times faster. Only TextWorld 1.7.0 is touched,
+which without this does not run on Python 3.13. """
 import contextlib
 import copy
 import functools
@@ -86,7 +86,7 @@ def shortcuts():
 
 
 @contextlib.contextmanager
-def hurried():
+def patched_textworld():
     """TextWorld with its shortcuts, and without the garbage collector, which takes a third of a
     translation's time. Afterwards everything is as it was."""
     originals = [(where, name, vars(where)[name]) for where, name, _ in shortcuts()]
@@ -154,7 +154,7 @@ class Engine:
             # game. Games that are being played do not need that: facts are compared by value.
             from mementos.core import _memento_cache
             _memento_cache.clear()
-        with hurried():
+        with patched_textworld():
             if self.game is None:
                 wanted = textworld.EnvInfos(won=True, admissible_commands=True)
                 self.game = textworld.start(path, wanted, wrappers=[demangler])
@@ -165,6 +165,6 @@ class Engine:
             return state, json.load(file)["walkthrough"]
 
     def step(self, action):
-        with hurried():
+        with patched_textworld():
             state, _, _ = self.game.step(action)
         return state

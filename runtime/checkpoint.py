@@ -1,0 +1,289 @@
+"""The folder of a run: its files, who may write to it, and how a run is resumed.
+
+    RUN/config.json       every setting, the git commit, versions
+    RUN/metrics.jsonl     one line per iteration
+    RUN/transcripts       an episode of every tenth iteration as a page (eval.episode_page)
+    RUN/checkpoint-N      everything needed to go on after N iterations; older ones are deleted
+    RUN/best              the weights with the best held-out success so far (--eval_every)
+    RUN/final             the weights at the end, a Hugging Face folder
+    RUN/before.json       the evaluation before training
+    RUN/eval.json(l)      the evaluation at the end
+    RUN/.lock             locked by the process that writes; freed by the system when it dies
+
+Every file and folder is written under a temporary name and then renamed, so that the process may be
+killed at any moment. A run never overwrites another run's files.
+"""
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import re
+import resource
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import transformers
+
+from runtime.distributed import (all_gather_list, barrier, broadcast_object, print0, rank,
+                                 world_size)
+
+ROOT = Path(__file__).resolve().parent.parent
+# Old names of settings and metrics; stored runs are translated when they are read.
+RENAMED = {"checkpointing": "gradient_checkpointing", "cut": "response_truncated",
+           "lam": "gae_lambda", "lr_end": "lr_final_fraction", "max_new": "max_new_tokens",
+           "moments": "optim_state_dtype", "old": "old_logprobs", "outgrown": "context_overflow",
+           "rows": "max_num_seqs", "sampler_off": "sampler_logprob_diff",
+           "skipped": "skipped_steps", "skipped_critic": "skipped_steps_critic",
+           "tasks": "batch_size", "time_old": "time_old_logprobs"}
+
+
+def renamed(stored: dict) -> dict:
+    return {RENAMED.get(name, name): value for name, value in stored.items()}
+
+
+def read_json(path) -> dict:
+    """The JSON object in a file; {} if there is no such file. ValueError: the file is damaged."""
+    try:
+        return dict(json.loads(Path(path).read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def read_tensors(path):
+    """Loads what torch.save wrote. ValueError: the file is damaged; OSError: it is missing."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=True)
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
+
+
+def write_file(path, text: str) -> None:
+    """Writes PATH.new and renames it to PATH."""
+    Path(f"{path}.new").write_text(text, encoding="utf-8")
+    os.replace(f"{path}.new", path)
+
+
+def write_folder(path, fill: Callable) -> None:
+    """Calls fill(PATH.new) on every rank, then renames PATH.new to PATH. All ranks must call it."""
+    new, old = f"{path}.new", f"{path}.old"
+    if rank() == 0:
+        shutil.rmtree(new, ignore_errors=True)
+        os.makedirs(new)
+    barrier()  # the folder exists
+    try:
+        fill(new)
+    except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
+        raise OSError(f"cannot write {new}; what was there before is intact: {error}") from error
+    barrier()  # every rank has written its part
+    if rank() == 0:
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.isdir(path):
+            os.rename(path, old)  # rmtree would leave half a folder if it were interrupted
+        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+    barrier()  # every rank sees the folder
+
+
+class RunDir:
+    """The folder of one run."""
+
+    # A start that failed may leave these behind; they do not make a folder somebody else's.
+    LEFTOVERS = {".lock", "config.json.new", "wandb", "wandb-id"}
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def settings(self) -> dict:
+        """config.json. ValueError: it is missing, damaged, or not that of a run."""
+        config = read_json(self / "config.json")
+        if not {"env", "model", "seed"} <= config.keys():
+            raise ValueError(f"there is no run in {self.path}")
+        return renamed(config)
+
+    def metrics(self) -> list[dict]:
+        """metrics.jsonl, without a last line that is still being written."""
+        lines = (self / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        return [renamed(json.loads(line)) for line in lines if line.endswith(b"\n")]
+
+    def metrics_of(self, iterations: int) -> list[dict]:
+        """metrics.jsonl of a run that has done so many iterations; creates the folder if there is
+        none. ValueError: the file has another number of lines, so it belongs to another run."""
+        os.makedirs(self.path, exist_ok=True)
+        lines = self.metrics() if (self / "metrics.jsonl").exists() else []
+        if len(lines) != iterations:
+            raise ValueError(f"{self / 'metrics.jsonl'} has {len(lines)} iterations of another "
+                             "run: choose another folder")
+        return lines
+
+    @contextlib.contextmanager
+    def lock(self, resume: bool) -> Iterator[None]:
+        """Within this context no other run can use the folder. All ranks must call it. ValueError:
+        another process writes to it, it holds something and `resume` is not set, or the ranks do
+        not share a file system."""
+        if self.path.is_file():
+            raise ValueError(f"--out {self.path} is a file: name a folder")
+        os.makedirs(self.path, exist_ok=True)
+        with open(self / ".lock", "a+") as file:
+            if reasons := all_gather_list(self.try_lock(file, resume) if rank() == 0 else []):
+                raise ValueError(reasons[0])
+            mark = broadcast_object(secrets.token_hex(8))
+            if rank() == 0:
+                file.truncate(0)
+                file.write(mark)
+                file.flush()
+                os.fsync(file.fileno())  # so that other machines see it
+            barrier()
+            seen = (self / ".lock").read_text() == mark
+            if blind := all_gather_list([] if seen else [rank()]):
+                raise ValueError(f"rank {blind[0]} does not see what rank 0 writes to {self.path}: "
+                                 "--out must be on a file system that all machines share")
+            yield
+
+    def try_lock(self, file, resume):
+        """Returns a list with the reason why the folder cannot be used, or an empty list."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return [f"another process writes to {self.path}: wait for it, or choose another --out"]
+        if not resume and {*os.listdir(self.path)} - self.LEFTOVERS:
+            return [f"{self.path} is taken: continue the run in it with --resume, or choose "
+                    "another --out"]
+        return []
+
+    def begin(self, settings: dict, checkpoint: Path | None = None) -> None:
+        """Writes config.json. For a resumed run it also cuts metrics.jsonl back to the checkpoint
+        and deletes what the end of the run had written. Only rank 0 calls it. ValueError: there are
+        iterations that no checkpoint covers."""
+        log, made_with = self / "metrics.jsonl", versions()
+        lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
+        if not checkpoint and len(lines) > settings["save_every"]:
+            raise ValueError(f"{log} has {len(lines)} iterations and no checkpoint: choose "
+                             "another --out")
+        if checkpoint:
+            print0(f"resuming {self.path} after {iterations_of(checkpoint)} iterations")
+            before = self.settings()
+            if before.get("games", settings.get("games")) != settings.get("games"):
+                print0(f"Warning: these games differ from those that {self.path} was started with")
+            commits = [*before["git"].split(", "), made_with["git"]]
+            made_with["git"] = ", ".join(dict.fromkeys(commits))  # every commit that took part
+            shutil.rmtree(self / "final", ignore_errors=True)
+            for path in self.path.glob("eval*"):
+                path.unlink()
+        write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
+        write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
+
+    def newest_checkpoint(self) -> Path | None:
+        """checkpoint-N with the largest N, as rank 0 sees it. An unfinished one has another name.
+        """
+        finished = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdigit()]
+        return broadcast_object(max(finished, key=iterations_of, default=None))
+
+    def save_checkpoint(self, iterations: int, fill: Callable) -> None:
+        """Writes checkpoint-N with fill(folder), and then deletes the older ones."""
+        write_folder(self / f"checkpoint-{iterations}", fill)
+        if rank() == 0:
+            for older in self.path.glob("checkpoint-*"):
+                if older.name != f"checkpoint-{iterations}":
+                    shutil.rmtree(older, ignore_errors=True)
+
+
+def iterations_of(checkpoint: Path | None) -> int:
+    """checkpoint-N -> N; None -> 0."""
+    return int(checkpoint.name.partition("-")[2]) if checkpoint else 0
+
+
+def default_run_name(given: dict, defaults: dict, ignored: set) -> str:
+    """ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED, with the flags that differ from their defaults, so
+    that different runs get different folders. `ignored`: flags that may change within a run."""
+    first = ("env", "model", "algo", "seed")
+    env, model, algo, seed = (str(given.get(name, defaults[name])) for name in first)
+    parts = [env.split(":")[-1], os.path.basename(model.rstrip("/")), *[algo] * (algo != "sapo")]
+    parts += [f"{name}={value}" for name, value in sorted(given.items())
+              if value != defaults[name] and name not in (*ignored, *first)]
+    return re.sub(r"[^\w.=-]+", "_", "-".join([*parts, seed]))
+
+
+def versions() -> dict:
+    """What a run was made with: git commit, packages, hardware."""
+    git = subprocess.run("git describe --always --dirty", cwd=ROOT, shell=True,
+                         capture_output=True, text=True).stdout.strip()
+    device = (torch.cuda.get_device_name() if torch.cuda.is_available()
+              else f"CPU, {torch.get_num_threads()} threads")
+    return {"git": git or "unknown", "versions": {
+        "python": sys.version.split()[0], "torch": torch.__version__, "device": device,
+        "transformers": transformers.__version__, "ranks": world_size()}}
+
+
+# ------------------------------------------------------------------------------ Weights & Biases
+
+def init_wandb(config):
+    """The process's run in the Weights & Biases project --wandb; a resumed run keeps its id.
+    ValueError: the service cannot be used."""
+    import wandb
+    if getattr(wandb, "run", None):
+        return wandb.run
+    path = Path(config.out, "wandb-id")
+    try:
+        run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
+                         resume="allow", dir=config.out, name=path.parent.name, config=vars(config))
+    except Exception as error:  # wandb has many exceptions of its own
+        raise ValueError(f"--wandb {config.wandb}: {' '.join(str(error).split())[:200]} Log in "
+                         "with `wandb login`, or set WANDB_MODE=offline to log to the run's folder"
+                         ) from None
+    write_file(path, run.id)
+    return run
+
+
+def wandb_names(metrics: dict) -> dict:
+    """Metrics under names by which Weights & Biases groups its charts: loss/kl, time/rollout."""
+    groups = {"time": "time_", "loss": ("loss", "kl", "entropy", "ratio_", "clip_", "grad_"),
+              "value": ("v_", "q_", "return_")}
+    named = {}
+    for name, value in metrics.items():
+        group = next((g for g, prefix in groups.items() if name.startswith(prefix)), "rollout")
+        named[f"{group}/{name.removeprefix('time_')}"] = value
+    return named
+
+
+# ------------------------------------------------------------------------------- time and memory
+
+class Clock:
+    """The seconds of each phase of an iteration."""
+
+    def __init__(self):
+        self.start()
+
+    def start(self):
+        self.phases = {}
+        self.started = self.last = time.time()
+
+    def record(self, phase: str) -> None:
+        """Adds the time since the last call to a phase."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.time()
+        self.phases[f"time_{phase}"] = self.phases.get(f"time_{phase}", 0.0) + now - self.last
+        self.last = now
+
+    def seconds(self) -> dict:
+        return self.phases | {"time_total": time.time() - self.started}
+
+
+def peak_memory() -> float:
+    """The peak memory of this process in GB: the GPU's, if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9

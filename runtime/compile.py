@@ -1,0 +1,127 @@
+"""torch.compile and CUDA graphs, which change results by rounding only. Each is compared with the
+plain model before it is used; if it fails or is wrong, a warning says so and eager code runs."""
+import copy
+import logging
+
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from runtime.cli import out_of_memory
+
+log = logging.getLogger("sapo")
+
+
+def warn(text: str) -> None:
+    log.warning(" ".join(text.split())[:300])
+
+
+def compiled(eager, fast=None):
+    """A function compiled as one graph for all shapes (or `fast`, if given). If the compiler fails,
+    now or later, it falls back to the eager function with a warning. Other errors are raised,
+    because the call may have changed its arguments in place and must not be repeated."""
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # the default is to give up silently
+    torch._inductor.config.triton.mix_order_reduction = False  # it spills, and specializes on sizes
+    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # so that errors show here
+    function = [fast or torch.compile(eager, dynamic=True, fullgraph=True)]
+
+    def run(*args, **kwargs):
+        try:
+            return function[0](*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # the compiler's own
+            if function[0] is eager:
+                raise
+            function[0] = eager
+            warn(f"torch.compile failed, falling back to eager: {error}")
+        return eager(*args, **kwargs)
+    return run
+
+
+# ---------------------------------------------------------------------------------------- scoring
+
+def compiled_layers(backbone):
+    """A model's backbone with every layer compiled: a few graphs serve all layers and shapes."""
+    if not hasattr(backbone, "layers"):  # this architecture names its layers differently
+        return compiled(backbone, torch.compile(backbone, dynamic=True))
+    fast = copy.copy(backbone)  # it shares the layers, which themselves are not changed
+    fast._modules = {name: part for name, part in backbone._modules.items() if name != "layers"}
+    fast.__dict__["layers"] = [compiled_layer(layer, n)
+                               for n, layer in enumerate(backbone.layers)]
+    return compiled(backbone, fast)
+
+
+def compiled_layer(layer, n):
+    """A compiled layer. It gets only its own layer of the cache, because the compiler would make a
+    new graph for every layer index."""
+    fast = torch.compile(layer, dynamic=True)
+
+    def run(*args, **kwargs):
+        for name in ("cache", "past_key_values"):  # the first since transformers 5.24
+            if kwargs.get(name):
+                kwargs[name] = kwargs[name].layers[n]
+                torch._dynamo.mark_static(kwargs[name].keys, (1, 3))  # heads and head_dim
+                torch._dynamo.mark_static(kwargs[name].values, (1, 3))
+        return fast(*args, **kwargs)
+    return run
+
+
+# --------------------------------------------------------------------------------------- sampling
+
+class CudaGraphs:
+    """A decoding step as CUDA graphs, one for each number of slots and length of the cache. They
+    hold the addresses of the decode state."""
+
+    def __init__(self, step):
+        self.step, self.graphs, self.memory, self.works = step, {}, None, True
+
+    def __call__(self, n, span):
+        if self.graphs.get((n, span)):
+            return self.graphs[n, span].replay()
+        self.step(n, span)  # the first step of a size runs eagerly: a capture needs a warm-up
+        if self.works and (n, span) not in self.graphs:
+            try:
+                self.graphs[n, span] = self.capture(n, span)
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    self.graphs[n, span] = None
+                    warn(f"no memory left to capture a decoding step of {n} slots and {span} "
+                         "positions: it runs eagerly, which is slower. A lower --max_num_seqs "
+                         "leaves more memory")
+                else:
+                    self.works = False
+                    warn(f"CUDA graphs are not used, because a capture failed: {error}")
+
+    def capture(self, n, span):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.current_stream()):  # restored if the capture fails
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+                self.step(n, span)
+        self.memory = graph.pool()  # graphs run one at a time, so they can share memory
+        return graph
+
+
+def select_mode(sampler, find_error, modes):
+    """Puts a rollout.Sampler into the first of `modes`, pairs (CUDA graphs, torch.compile), in
+    which find_error(sampler) returns "" -> that mode. ValueError: the error of the last."""
+    state = sampler.state
+    eager = state.backbone, state.sample, state.update_state
+    for mode in dict.fromkeys(modes):
+        graphs, compiles = mode
+        state.backbone, state.sample, state.update_state = eager if not compiles else (
+            compiled_layers(eager[0]), compiled(eager[1]), compiled(eager[2]))
+        sampler.make_decoder = (lambda: CudaGraphs(sampler.decode_one_token)) if graphs else (
+            lambda: sampler.decode_one_token)
+        sampler.decoder = sampler.make_decoder()
+        try:
+            error = find_error(sampler)
+        except Exception as raised:  # kernels fail in ways of their own
+            if mode == (False, False):
+                raise
+            error = f"{type(raised).__name__}: {raised}"
+        if not error and getattr(sampler.decoder, "works", True):
+            return mode
+        if error and mode != (False, False):
+            name = " and ".join(["CUDA graphs"] * graphs + ["torch.compile"] * compiles)
+            warn(f"sampling does not use {name}: {error}")
+    raise ValueError(error)

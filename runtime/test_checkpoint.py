@@ -1,0 +1,95 @@
+"""Tests of runtime/checkpoint.py."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from runtime import checkpoint
+from runtime.checkpoint import RunDir
+
+
+def checkpoints(run):
+    """{finished iterations: folder} of a run's checkpoints, by their names."""
+    named = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.iterdir()}
+    return {int(match[1]): path for path, match in named.items() if match}
+
+
+SETTINGS = {"save_every": 1, "algo": "sapo", "seed": 0, "env": "house", "model": "tiny"}
+
+
+def started(path, iterations):
+    """Makes a run with a metrics line for each of so many iterations, and one checkpoint -> it."""
+    run = RunDir(path)
+    path.mkdir()
+    run.begin(SETTINGS)
+    (path / "metrics.jsonl").write_text(
+        "".join(f'{{"iteration": {n}}}\n' for n in range(iterations)))
+    run.save_checkpoint(iterations, lambda folder: checkpoint.write_file(f"{folder}/a", "state"))
+    return run
+
+
+def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
+    path = tmp_path / "run"
+    run = started(path, 2)
+    for name in ("final", "best"):
+        (path / name).mkdir()
+    (path / "eval.json").write_text("{}")
+    with open(path / "metrics.jsonl", "a") as log:
+        log.write('{"iteration": 2}\n{"iter')
+    newest = run.newest_checkpoint()
+    assert checkpoints(path) == {2: newest}
+    run.begin(SETTINGS, newest)
+    assert (path / "metrics.jsonl").read_text() == '{"iteration": 0}\n{"iteration": 1}\n'
+    assert {path.name for path in path.iterdir()} == {"metrics.jsonl", "config.json",
+                                                      "checkpoint-2", "best"}
+    shutil.rmtree(newest)
+    with pytest.raises(ValueError, match="2 iterations and no checkpoint"):
+        run.begin(SETTINGS)
+
+
+LOCK = ("from runtime.checkpoint import RunDir\n"
+        "with RunDir({!r}).lock(False):\n    print(flush=True)\n    input()")
+
+
+def test_folder_is_locked_by_its_writer_and_never_overwritten(tmp_path):
+    path, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(path)  # the folder counts, not its name
+    path.mkdir()
+    other = subprocess.Popen([sys.executable, "-c", LOCK.format(str(path))], cwd=checkpoint.ROOT,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="another process writes to"):
+            with RunDir(link).lock(resume):
+                pass
+    other.kill()
+    other.wait()
+    with RunDir(link).lock(False):  # a dead process holds no lock
+        (path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="link is taken: .*--resume, or choose another --out"):
+        with RunDir(link).lock(False):
+            pass
+    assert (path / "notes.txt").read_text() == "mine" and link.is_symlink()
+
+
+def test_metrics_are_read_without_an_unfinished_line_and_with_old_names_translated(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"success": 0.5, "cut": 0.1}\n{"succ')
+    assert RunDir(tmp_path).metrics() == [{"success": 0.5, "response_truncated": 0.1}]
+    old = SETTINGS | {"tasks": 8, "max_new": 16, "lam": 0.9}
+    checkpoint.write_file(tmp_path / "config.json", str(old).replace("'", '"'))
+    assert RunDir(tmp_path).settings() == SETTINGS | {"batch_size": 8, "max_new_tokens": 16,
+                                                      "gae_lambda": 0.9}
+    assert not os.path.exists(tmp_path / "config.json.new")
+
+
+def test_default_run_name_has_the_settings_that_differ_from_their_defaults():
+    usual = {"env": "house", "model": "tiny", "algo": "sapo", "seed": 0, "lr": 1e-3, "out": None,
+             "iterations": 40, "context": "window"}
+    for given, name in (({}, "house-tiny-0"), ({"context": "full"}, "house-tiny-context=full-0"),
+                        ({"seed": 3, "lr": 1e-3, "iterations": 2}, "house-tiny-3"),
+                        ({"model": "a/b c/", "algo": "ppo", "lr": 0.5}, "house-b_c-ppo-lr=0.5-0"),
+                        ({"env": "mine:Room"}, "Room-tiny-0")):
+        assert checkpoint.default_run_name(given, usual, {"iterations", "out"}) == name
