@@ -150,7 +150,7 @@ def test_value_readout_is_the_clipped_logit_difference(seed):
 
 
 @SEEDS
-def test_policy_and_entropy_leave_out_the_two_words(seed):
+def test_policy_and_entropy_exclude_the_two_reserved_tokens(seed):
     torch.manual_seed(seed)
     logits, ids, words, taken = 3 * randn(20, 9), (8, 3), [0, 1, 2, 4, 5, 6, 7], 5
     logp = restricted_log_softmax(logits, ids)
@@ -257,7 +257,7 @@ def advantages_by_loop(adv, invalid, c_inv, valid, eps):
 
 
 @SEEDS
-def test_advantages_are_normalised_over_valid_turns(seed):
+def test_advantages_are_normalized_over_valid_turns(seed):
     adv, invalid, some = random_advantages(seed, 12)
     for eps in (1e-8, 0.5):
         got = normalize_advantages(torch.where(some, adv, NAN), invalid=invalid, c_inv=0.7,
@@ -282,7 +282,7 @@ def normalize_shares(rank):
         close(run(share, torch.distributed.group.WORLD), run(slice(None), None)[share])
 
 
-def test_two_ranks_normalise_together_as_one_process_does(tmp_path):
+def test_two_ranks_normalize_like_one_process(tmp_path):
     on_ranks(normalize_shares, 2, tmp_path / "meet")
 
 
@@ -329,7 +329,7 @@ LOSSES = {  # name: the loss of some tensors under a mask, its loop, the tensors
 
 @SEEDS
 @pytest.mark.parametrize("loss, by_loop, keys", LOSSES.values(), ids=LOSSES)
-def test_each_loss_is_its_loop_and_never_looks_behind_the_mask(loss, by_loop, keys, seed):
+def test_losses_match_a_loop_and_ignore_masked_entries(loss, by_loop, keys, seed):
     x = minibatch(seed)
     xs = [x[k] for k in keys]
     mask = x["mask"] if xs[0].dim() == 2 else torch.arange(8) % 3 != seed
@@ -347,7 +347,7 @@ def test_each_loss_is_its_loop_and_never_looks_behind_the_mask(loss, by_loop, ke
 
 
 @SEEDS
-def test_on_policy_the_gradient_is_reinforce(seed):
+def test_on_policy_gradient_is_reinforce(seed):
     x = minibatch(seed)
     f = lambda logp: policy_loss(logp, x["logp"], x["adv"], x["mask"], clip=0.2, denom=17)
     close(grad(lambda logp: f(logp)[0], x["logp"])[0], -x["adv"] * x["mask"] / 17)
@@ -356,7 +356,7 @@ def test_on_policy_the_gradient_is_reinforce(seed):
 
 @pytest.mark.parametrize("ratio, adv, flows", [
     (1.5, 2.0, 0), (1.5, -2.0, 1), (0.5, -2.0, 0), (0.5, 2.0, 1), (1.1, 2.0, 1), (0.9, -2.0, 1)])
-def test_beyond_the_clip_only_the_way_back_has_a_gradient(ratio, adv, flows):
+def test_clipped_ratio_has_a_gradient_only_back_towards_the_clip_range(ratio, adv, flows):
     f = lambda z: policy_loss(z, torch.zeros_like(z), torch.full_like(z, adv), torch.ones_like(z),
                               clip=0.2)
     logp = tensor([[math.log(ratio)]])
@@ -366,7 +366,7 @@ def test_beyond_the_clip_only_the_way_back_has_a_gradient(ratio, adv, flows):
 
 @pytest.mark.parametrize("p, y, flows", [
     (0.5, 1.0, 0), (0.5, -1.0, 1), (-0.5, -1.0, 0), (-0.5, 1.0, 1), (0.1, 1.0, 1), (-1.0, 0.9, 1)])
-def test_no_value_gradient_where_the_clipped_branch_wins(p, y, flows):
+def test_value_gradient_is_zero_where_the_clipped_branch_is_larger(p, y, flows):
     f = lambda z: value_loss(z, torch.zeros_like(z), torch.full_like(z, y), clip=0.2)
     close(grad(lambda z: f(z)[0], tensor([p]))[0], tensor([(p - y) * flows]))
     assert f(tensor([p]))[1] == {"clip_fraction": 1 - flows, "saturated": abs(p) == 1}
@@ -406,7 +406,7 @@ def test_the_joint_loss_is_the_weighted_sum(seed):
 
 
 @SEEDS
-def test_flat_tokens_have_the_loss_of_masked_ones_and_the_actor_has_its_share(seed):
+def test_flat_and_masked_tokens_have_equal_losses(seed):
     x, now = minibatch(seed), TOKENS[:2] + TURNS[:2]
     flat = {k: x[k][x["mask"]] if k in TOKENS else x[k] for k in x if k != "mask"}
     (loss, info), (masked, its_info) = sapo_loss(**flat), sapo_loss(**x)
@@ -459,7 +459,7 @@ def test_shuffling_padding_duplicating_and_splitting_change_nothing(view, seed):
 
 
 @SEEDS
-def test_only_the_value_terms_reach_the_two_words(seed):
+def test_only_value_losses_train_the_rows_of_the_reserved_tokens(seed):
     x, ids = minibatch(seed, n=5), [4, 9]
     taken = torch.tensor([[0, 1, 2, 3, 5, 6, 7]] * 5)
 
@@ -552,7 +552,7 @@ def empg_by_loop(adv, rows, entropy, k, k_f, zeta):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_group_estimators_equal_their_loops_in_any_order(seed):
+def test_group_estimators_match_loops_in_any_order(seed):
     rows = random_groups(seed)
     traj, turn, group, state, reward = columns(rows)
     total = returns_by_loop(rows)
@@ -580,7 +580,7 @@ def test_group_estimators_equal_their_loops_in_any_order(seed):
         close(shuffled, found[name][order])
 
 
-def test_groups_that_tell_nothing_give_no_advantage():
+def test_groups_of_one_or_of_equal_returns_have_zero_advantage():
     traj, turn = torch.tensor([5, 5, 9, 2, 3, 3]), torch.tensor([0, 1, 0, 0, 0, 1])
     group = torch.tensor([0, 0, 1, 2, 2, 2])
     score, reward = tensor([10, 10, 0, 0.3, 0.3, 0.3]), tensor([0, 10, 0, 0.3, 0, 0.3])
@@ -605,7 +605,7 @@ def test_groups_that_tell_nothing_give_no_advantage():
 
 
 @SEEDS
-def test_token_gae_equals_a_loop(seed):
+def test_token_gae_matches_a_loop(seed):
     generator = torch.Generator().manual_seed(seed)
     value, score = randn(5, 9, generator=generator), randn(5, generator=generator)
     mask = torch.rand(5, 9, generator=generator) < 0.6
@@ -681,7 +681,7 @@ HOUSES = [{}, dict(places=20, objects=20, horizon=50), dict(places=40, horizon=5
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("options", HOUSES, ids=["small", "large", "wide"])
-def test_expert_wins_every_house_in_time_and_only_its_last_step_pays(split, options):
+def test_expert_wins_every_house_and_only_the_last_step_is_rewarded(split, options):
     env, categories = make_env("house", **options), set()
     for task in tasks("house", split)[:150]:
         obs, info = env.reset(task)
@@ -698,7 +698,7 @@ def test_expert_wins_every_house_in_time_and_only_its_last_step_pays(split, opti
     assert categories == set(envs.CATEGORIES)
 
 
-def test_train_and_test_share_neither_ids_nor_rooms():
+def test_train_and_test_split_share_no_ids_and_no_rooms():
     env, rooms = make_env("house"), {}
     for split, size in envs.SIZES.items():
         ids = tasks("house", split)
@@ -711,7 +711,7 @@ def test_train_and_test_share_neither_ids_nor_rooms():
     assert not rooms["train"] & rooms["test"]
 
 
-def test_illegal_actions_are_answered_and_change_nothing():
+def test_inadmissible_actions_change_nothing():
     env = make_env("house")
     env.reset("00003")
     before = content(env), env.info()
@@ -800,7 +800,7 @@ def test_window_prompt_shows_the_last_k_turns_without_thoughts(k):
     assert not any(x in later for x in ("secret", "'help'", "touch 4"))
 
 
-def test_full_prompt_says_only_what_is_new():
+def test_full_prompt_contains_only_what_is_new():
     first, later = conversation(0).full_prompt(), conversation(3).full_prompt()
     task = "You wake up.\n\nYour task is to: put a mug in desk.\n"
     assert all(x in first for x in (envs.ROLE, envs.ANSWER, task))
@@ -853,7 +853,7 @@ def games():
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_pool_answers_the_same_with_any_number_of_workers(games, workers):
+def test_pool_answers_do_not_depend_on_the_number_of_workers(games, workers):
     ids, said = games
     env = make_env("house")
     assert all(env.reset(t) == said[t][0] and len(said[t]) == 13 for t in ids)
@@ -863,7 +863,7 @@ def test_a_pool_answers_the_same_with_any_number_of_workers(games, workers):
             assert side_by_side(pool, ids[::order]) == said
 
 
-def test_killed_workers_go_unnoticed(games):
+def test_killed_workers_are_replaced_and_their_games_replayed(games):
     with a_pool(2) as pool:
         born = [p.pid for p in pool.procs]
 
@@ -891,7 +891,7 @@ def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_any_number_of_answers_may_be_under_way(kill):
+def test_pool_does_not_deadlock_with_many_pending_answers(kill):
     with a_pool(1) as pool:
         for op in (pool.start, pool.start, pool.step):  # the second time, 800 games are dropped
             for i, task in enumerate(tasks("house", "train")[:800]):
@@ -1030,7 +1030,7 @@ def same_tokens_and_values(one, other):
 
 @pytest.mark.parametrize("context", ["window", "full"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kv_and_hf_play_the_same_games_and_agree_with_the_scoring_forward(architecture, context):
+def test_kv_and_hf_engines_agree_with_each_other_and_with_scoring(architecture, context):
     lm = random_model(architecture, seed=len(architecture))
     for temperature in (0.0, 1.0):
         played = {engine: play(lm, engine, context, temperature)[0] for engine in ("hf", "kv")}
@@ -1070,7 +1070,7 @@ OTHERS_SAY = {  # architecture: (its configuration, what kv says, what both engi
 
 
 @pytest.mark.parametrize("architecture", OTHERS_SAY)
-def test_other_architectures_are_served_by_kv_or_hf_or_refused_with_a_reason(architecture):
+def test_other_architectures_work_with_kv_or_hf_or_are_refused_with_a_reason(architecture):
     config, kv_says, both_say = OTHERS_SAY[architecture]
     if both_say:
         with pytest.raises(ValueError, match=both_say):
@@ -1101,7 +1101,7 @@ def kill_now_and_then(pool, when):
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
-def test_who_answers_when_changes_nothing(context):
+def test_rollout_does_not_depend_on_slots_workers_or_worker_deaths(context):
     """Whether rows are refilled across games, and whether workers are none, die or are slow, the
     turns are the same; with the same rows they are so to the last bit."""
     lm = random_model("qwen3", 1)
@@ -1140,7 +1140,7 @@ def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
     assert (torch.tensor([x for r in said for x in r.logp]) - logp).abs().max() < 0.1
 
 
-def test_generate_may_run_a_step_more_than_it_needs(monkeypatch):
+def test_hf_engine_allows_one_step_more_than_needed(monkeypatch):
     """As it does on a GPU, where it looks a step later whether all rows have ended."""
     lm, u = random_model("qwen2", 1), torch.rand(2, 5).numpy()
     prompts = [lm.chat.encode_user_turn("go to fridge 1"), lm.chat.encode_user_turn("look")]
@@ -1156,7 +1156,7 @@ def test_generate_may_run_a_step_more_than_it_needs(monkeypatch):
     assert Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u) == said
 
 
-def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_up():
+def test_cache_grows_and_slots_are_compacted_without_changing_results():
     """Sequences of very different lengths come, end and come back under the kv engine; hf has none
     of that machinery."""
     lm, rng = random_model("llama", 1), random.Random(0)
@@ -1178,7 +1178,7 @@ def test_a_conversation_outgrows_the_room_it_was_given_and_its_neighbours_move_u
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
-def test_attention_without_copies_is_attention(heads, kv_heads):
+def test_grouped_query_attention_matches_plain_attention(heads, kv_heads):
     torch.manual_seed(0)
     shapes = (heads, 7), (kv_heads, 7), (kv_heads, 7)
     query, key, value = (torch.randn(3, h, t, 8) for h, t in shapes)
@@ -1197,7 +1197,7 @@ def test_attention_without_copies_is_attention(heads, kv_heads):
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
-def test_compiled_the_same_is_sampled(context, monkeypatch):
+def test_compiled_sampling_gives_the_same_tokens(context, monkeypatch):
     if not GPU:  # C++ takes a minute to compile; what is traced is the same
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
@@ -1215,7 +1215,7 @@ def test_compiled_the_same_is_sampled(context, monkeypatch):
     assert not counters["graph_break"]
 
 
-def test_a_few_graphs_score_all_layers_and_shapes(monkeypatch):
+def test_compiled_scoring_needs_few_graphs_for_all_layers_and_shapes(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch._dynamo.reset()
@@ -1251,7 +1251,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
-def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
+def test_gpu_scheduling_samples_the_same_tokens(context, monkeypatch):
     """What a GPU does beside the arithmetic: rows and lengths are rounded up, idle rows are decoded
     along, and steps are queued before it is known which rows ended in the last ones."""
     lm = random_model("qwen2", 1)
@@ -1263,7 +1263,7 @@ def test_buckets_and_late_looks_sample_the_same_tokens(context, monkeypatch):
         same_tokens_and_values(one, turns)
 
 
-def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypatch, caplog):
+def test_failed_compilation_or_capture_falls_back_to_eager_with_a_warning(monkeypatch, caplog):
     class Fails(torch.nn.Module):
         def forward(self, *args, **kwargs):
             raise torch._dynamo.exc.TorchDynamoException("no compiler\nhere")
@@ -1286,7 +1286,7 @@ def test_what_cannot_be_compiled_or_captured_runs_as_it_is_and_says_so(monkeypat
     assert sum("CUDA graphs" in line for line in said) == 2 and len(said) == 10
 
 
-def test_a_faster_way_that_comes_out_otherwise_is_not_taken(monkeypatch, caplog):
+def test_modes_with_wrong_results_are_not_used(monkeypatch, caplog):
     def wrong(captured, n, span):  # a graph that replays something else
         state = captured.step.__self__.state
         return types.SimpleNamespace(replay=lambda: captured.step(n, span) or state.p.add_(0.1))
@@ -1337,7 +1337,7 @@ def rounded_otherwise(lm, rate):
 
 @CONTEXTS
 @pytest.mark.parametrize("temperature", [1.0, 0.4, 0.0])
-def test_a_right_sampler_of_a_16_bit_model_is_served_however_it_rounds(context, temperature):
+def test_correct_sampler_of_a_16_bit_model_passes_the_check_despite_rounding(context, temperature):
     for rate in (0.003, 0.1):
         lm = random_model("qwen2", 1, layers=6, dtype=torch.bfloat16, initializer_range=0.15)
         rounded_otherwise(lm, rate)
@@ -1375,7 +1375,7 @@ MISTAKES = {  # of what a pass with a cache is given
 @CONTEXTS
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sampler_with_a_mistake_is_refused(context, mistake, dtype):
+def test_sampler_with_a_wrong_mask_or_position_is_refused(context, mistake, dtype):
     lm = random_model("qwen2", 1, dtype=dtype)
 
     def spoil(module, inputs, kwargs):
@@ -1392,13 +1392,13 @@ def test_a_sampler_with_a_mistake_is_refused(context, mistake, dtype):
     ("sample_token", lambda logits, u, *rest: sample_token(logits, (u + 0.5) % 1, *rest),
      "choices of tokens"),
     ("sample_token", lambda logits, u, *rest: sample_token(logits, u, rest[0], 0.7), "log-probs")])
-def test_a_sampler_that_draws_wrongly_is_refused(monkeypatch, name, change, says):
+def test_sampler_that_draws_wrong_tokens_is_refused(monkeypatch, name, change, says):
     monkeypatch.setattr(rollout_module, name, change)
     with pytest.raises(ValueError, match=f"the error of its {says} is"):
         Sampler(random_model("qwen2", 1))
 
 
-def test_values_read_from_another_token_are_refused_in_a_model_whose_values_are_all_0(monkeypatch):
+def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch):
     lm = random_tiny()
     assert not lm.head.weight[list(lm.value_ids)].any()
     update, kept = DecodeState.update_state, {}
@@ -1413,7 +1413,7 @@ def test_values_read_from_another_token_are_refused_in_a_model_whose_values_are_
     assert not lm.head.weight[list(lm.value_ids)].any()  # the check has put them back
 
 
-def test_a_model_and_a_context_are_compared_once(monkeypatch):
+def test_sampler_is_checked_once_per_model_and_context(monkeypatch):
     lm, compared = random_model("qwen2", 1), []
     check = rollout_module.check_against_reference
     monkeypatch.setattr(rollout_module, "check_against_reference",
@@ -1442,7 +1442,7 @@ def test_logits_of_a_16_bit_model_are_not_rounded():
 @pytest.mark.parametrize("error, again", [
     (torch._dynamo.exc.TorchDynamoException("no compiler"), True),
     (RuntimeError("a kernel failed"), False)])
-def test_a_call_that_has_changed_its_arguments_is_not_repeated(monkeypatch, error, again):
+def test_failed_compiled_call_that_changed_its_arguments_is_not_repeated(monkeypatch, error, again):
     def compile(function, **options):
         def run(x):
             if not again:
@@ -1457,7 +1457,7 @@ def test_a_call_that_has_changed_its_arguments_is_not_repeated(monkeypatch, erro
     assert count == 1
 
 
-def test_generate_leaves_a_models_settings_as_they_were_whatever_happens(monkeypatch):
+def test_hf_engine_restores_the_models_settings_even_after_errors(monkeypatch):
     lm = random_model("qwen2", 1)
     before = lm.model.generation_config, lm.model.config._attn_implementation
     monkeypatch.setattr(lm.model, "generate", mock.Mock(side_effect=RuntimeError("failed")))
@@ -1466,7 +1466,7 @@ def test_generate_leaves_a_models_settings_as_they_were_whatever_happens(monkeyp
     assert (lm.model.generation_config, lm.model.config._attn_implementation) == before
 
 
-def test_a_step_that_no_memory_is_left_to_capture_runs_eagerly_and_says_so(monkeypatch, caplog):
+def test_decoding_runs_eagerly_where_memory_is_too_short_to_capture(monkeypatch, caplog):
     lm = random_model("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
@@ -1499,7 +1499,7 @@ def test_full_context_encodes_every_token_once():
     assert again.tokens_encoded > 3 * sampler.tokens_encoded
 
 
-def test_choose_draws_from_the_restricted_softmax():
+def test_sample_token_draws_from_the_restricted_softmax():
     logits, value_ids = torch.tensor([[1.0, 9.0, 0.0, 9.0, -1.0]]), (1, 3)
     u = torch.linspace(0, 1, 20001)[:-1]
     token, logp = sample_token(logits.expand(len(u), -1), u, value_ids, 1.0)
@@ -1520,7 +1520,7 @@ def test_choose_draws_from_the_restricted_softmax():
     assert not set(ends.tolist()) & {0, 999, 1000}
 
 
-def test_logits_that_are_not_finite_make_no_step_and_index_nothing_beyond_the_words(tmp_path):
+def test_non_finite_logits_skip_the_step_and_index_no_invalid_token(tmp_path):
     logits = torch.tensor([[NAN] * 300, [math.inf, -math.inf] * 150, [0.0] * 300])
     token, logp = sample_token(logits, torch.full((3,), 0.9), (0, 1), 0.7)
     assert ((0 <= token) & (token < 300)).all() and logp.isfinite().tolist() == [False, False, True]
@@ -1546,7 +1546,7 @@ class NothingFromTheHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
-def test_a_decoding_step_neither_waits_nor_copies(context):
+def test_decoding_step_has_no_host_sync_and_no_copy(context):
     lm = random_model("qwen2", 1)
     sampler = Sampler(lm, context=context, max_new_tokens=6)
     for name in range(3):
@@ -1562,7 +1562,7 @@ def test_a_decoding_step_neither_waits_nor_copies(context):
     assert sampler.num_active == 3
 
 
-def test_reserved_words_are_never_sampled_even_when_they_are_the_likeliest():
+def test_reserved_tokens_are_never_sampled_even_if_they_are_most_likely():
     lm = random_model("qwen2", 1)
     with torch.no_grad():
         weight = lm.model.lm_head.weight
@@ -1601,7 +1601,7 @@ def test_a_token_after_a_boundary_changes_no_value_before_it():
                 assert same.item() == (changed > boundary), (changed, which, turn)
 
 
-def test_prompts_too_long_shorten_the_history_then_end_the_episode_then_complain():
+def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
     lm = random_model("qwen2", 1)
     free, _ = play(lm, "kv", "window", 1.0)
     longest = max(len(t.prompt_ids) for t in free)
@@ -1654,7 +1654,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
     assert len(facts) == 6
 
 
-def test_reserved_words_are_padded_rows_else_unused_specials_else_named_ones():
+def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones():
     lm = random_tiny()
     tokenizer, stops, size = lm.tokenizer, lm.stop_ids, len(lm.tokenizer)
     assert reserve_value_ids(tokenizer, size + 2, stops) == (size, size + 1)
@@ -1681,7 +1681,7 @@ def test_v_leaves_zero_in_16_bits_at_the_papers_learning_rate():
         assert lm.score(batch).p_v.all() == (ids is None)
 
 
-def test_a_saturated_start_says_what_to_change():
+def test_saturated_initial_readout_is_refused_with_a_remedy():
     lm = random_model("qwen2", 1)
     with pytest.raises(ValueError, match="--value_tokens.*--tau_v"):
         check_initial_readout(dataclasses.replace(lm, tau_v=1e-6),
@@ -1707,7 +1707,7 @@ def test_the_conversation_grows_by_appending():
     ("gpt2", dict(n_embd=32, n_layer=2, n_head=4)), ("phi3", dict(resid_pdrop=0.5)),
     ("opt", dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)),
     ("qwen2", dict(attention_dropout=0.5)), ("mixtral", dict(router_jitter_noise=0.5))])
-def test_the_mode_of_a_model_changes_nothing(architecture, more):
+def test_train_mode_gives_the_same_scores(architecture, more):
     lm = random_model(architecture, 1, **more)
     batch = make_batch([([*range(9, 29)], [(2, 6), (9, 20)])])
     with torch.no_grad():
@@ -1755,7 +1755,7 @@ def byte_level(template):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_game_can_say_anything_but_control_tokens(name):
+def test_text_of_a_game_never_becomes_control_tokens(name):
     """What it says is read as it stands, a prompt of ordinary text has the template's ids, and what
     the template has said of a response counts."""
     template, begun = TEMPLATES[name]
@@ -1786,7 +1786,7 @@ def test_a_game_can_say_anything_but_control_tokens(name):
 # ---- in somebody else's hands
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrapped_model_serves_its_owner_as_before(dtype):
+def test_generate_works_as_before_after_wrapping_a_model(dtype):
     """`generate` with its cache, and padding on the left, with and without it."""
     model = copy.deepcopy(random_model("qwen2", 1, dtype=dtype).model)
     model.set_attn_implementation("sdpa")
@@ -1810,7 +1810,7 @@ def test_a_wrapped_model_serves_its_owner_as_before(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_folder_is_an_ordinary_one_and_stays_ours(tmp_path, dtype):
+def test_saved_folder_works_in_plain_transformers_and_keeps_its_values(tmp_path, dtype):
     lm = load(TINY_HOUSE, dtype=dtype)
     lm.head.weight.data[list(lm.value_ids)] = 9.0 * lm.head.weight.data[200:202]  # likely words
     lm.save(tmp_path)
@@ -1841,7 +1841,7 @@ def test_a_saved_folder_is_an_ordinary_one_and_stays_ours(tmp_path, dtype):
     assert torch.equal(again.head.weight, lm.head.weight)
 
 
-def test_the_lines_of_the_readme_train_in_a_thread_and_write_no_log(tmp_path, monkeypatch, capsys):
+def test_python_example_of_the_readme_trains_in_a_thread(tmp_path, monkeypatch, capsys):
     text = pathlib.Path(f"{HERE}/README.md").read_text(encoding="utf-8")
     lines = re.search("## From Python\n\n```python\n(.*?)```", text, re.S)[1]
     monkeypatch.chdir(tmp_path)
@@ -1854,7 +1854,7 @@ def test_the_lines_of_the_readme_train_in_a_thread_and_write_no_log(tmp_path, mo
     assert load(str(tmp_path / "fridge")).value_ids == load(TINY_HOUSE).value_ids
 
 
-def test_a_config_is_whole_and_training_refuses_what_does_not_fit(tmp_path):
+def test_config_fills_defaults_and_training_refuses_mismatches(tmp_path):
     config = train.Config(env=envs.House, out=str(tmp_path / "new" / "run"), iterations=1,
                           batch_size=2, horizon=3, max_new_tokens=4)
     assert (config.eval_games, config.max_prompt, config.group_size, config.dtype) == (
@@ -1886,14 +1886,14 @@ def test_a_config_is_whole_and_training_refuses_what_does_not_fit(tmp_path):
     ([], [0.5] * 4, "a sequence has 0 tokens"), ([5, 10 ** 6], [0.5] * 4, "ids from 5 to 1000000"),
     ([-1, 5], [0.5] * 4, "ids from -1"), ([5], None, "4 uniform random numbers"),
     ([5], [0.5], "4 uniform random numbers")])
-def test_a_sampler_refuses_what_cannot_be_right(sequence, u, says):
+def test_sampler_refuses_invalid_sequences(sequence, u, says):
     sampler = Sampler(random_tiny(), max_new_tokens=4)
     with pytest.raises(ValueError, match=says):
         sampler.add("a", sequence, u)
     assert not sampler.busy
 
 
-def test_a_sampler_refuses_names_that_are_taken_and_conversations_that_do_not_go_on():
+def test_sampler_refuses_names_in_use_and_unrelated_conversations():
     lm = random_tiny()
     for context in ("window", "full"):
         sampler = Sampler(lm, context=context, max_new_tokens=4, temperature=0.0)
@@ -1917,7 +1917,7 @@ def test_a_sampler_refuses_names_that_are_taken_and_conversations_that_do_not_go
         sampler([1, 2], [[5]], [[0.5] * 4] * 2)
 
 
-def test_importing_and_wrapping_changes_nothing_that_a_process_shares():
+def test_importing_and_wrapping_changes_no_process_wide_settings():
     code = """if True:
         import os, sys, torch, huggingface_hub.constants
         shared = lambda: (torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled(),
@@ -1931,7 +1931,7 @@ def test_importing_and_wrapping_changes_nothing_that_a_process_shares():
     subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, check=True)
 
 
-def test_compiled_models_numbers_for_words_and_tokenizers_without_a_template():
+def test_actor_critic_accepts_compiled_models_token_ids_and_tokenizers_without_template():
     lm = random_model("llama", 1)
     tokenizer = copy.deepcopy(lm.tokenizer)
     tokenizer.chat_template = None
@@ -1959,7 +1959,7 @@ def odd_model():
     return lm
 
 
-def test_models_that_cannot_serve_are_refused_with_a_reason(tmp_path):
+def test_unusable_models_are_refused_with_a_reason(tmp_path):
     lm = random_model("qwen2", 1)
     lm.tokenizer.chat_template = None
     lm.save(tmp_path / "mute")
@@ -2071,7 +2071,7 @@ def unclipped(monkeypatch):
     monkeypatch.setattr(train, "GRAD_CLIP", 1e9)
 
 
-def test_the_loop_is_the_one_in_the_readme_and_fits_a_screen():
+def test_loop_fits_a_screen_and_stands_in_the_readme():
     assert len(dataclasses.fields(train.Config)) <= 45
     loop = inspect.getsource(train.train).strip()
     assert len(loop.splitlines()) <= 30
@@ -2113,8 +2113,8 @@ def test_micro_batch_size_changes_no_gradient(tmp_path, context, unclipped):
 
 
 @CONTEXTS
-def test_out_of_memory_halves_the_micro_batches_and_changes_no_gradient(tmp_path, context, capsys,
-                                                                        unclipped):
+def test_out_of_memory_halves_micro_batches_without_changing_the_gradient(tmp_path, context, capsys,
+                                                                          unclipped):
     found = []
     for limit in (10 ** 9, 500):
         case = off_policy(prepared(tmp_path, "--context", context, "--mini_batch", 1000,
@@ -2158,7 +2158,7 @@ def test_gradients_of_a_16_bit_model_are_added_up_in_float32(tmp_path, unclipped
 
 
 @CONTEXTS
-def test_an_update_is_the_papers_loss_of_the_models_own_logits(tmp_path, context, unclipped):
+def test_update_has_the_gradient_of_the_papers_loss(tmp_path, context, unclipped):
     """Eq. 1 to 12 from logits to gradient, off-policy, with another number for every setting."""
     case = off_policy(prepared(
         tmp_path, "--context", context, *"--clip 0.1 --c_v 0.7 --c_q 0.3 --beta 0.05 --c_h 0.02 "
@@ -2239,8 +2239,7 @@ def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
     assert case.learner.optimizers[""].step.call_count == 2
 
 
-def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_made(tmp_path,
-                                                                                  monkeypatch):
+def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_path, monkeypatch):
     """The policy that played is the same for all steps of an iteration, the reference for all;
     tau_v and r_max are the flags' and not the model's."""
     def watched(*args, **options):
@@ -2272,7 +2271,7 @@ def test_learn_alone_does_what_the_loop_does_and_hands_each_step_what_line_3_mad
                                     for k in range(len(steps))])
 
 
-def test_every_game_comes_once_before_any_comes_twice_and_group_size_times(tmp_path):
+def test_every_task_occurs_once_per_epoch_and_group_size_times(tmp_path):
     config, ids = small_config(tmp_path, "--algo", "rloo", "--group_size", 2), list("abcdefg")
     run = train.Run.__new__(train.Run)
     run.task_ids, run.config = ids, dataclasses.replace(config, batch_size=6, iterations=14)
@@ -2301,7 +2300,7 @@ near = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
 
 @CONTEXTS
 @pytest.mark.parametrize("algo", ["grpo", "rloo", "gigpo", "gigpo-nostd", "empg"])
-def test_group_methods_take_their_advantages_from_the_estimators(tmp_path, algo, context):
+def test_group_methods_use_the_estimators_advantages(tmp_path, algo, context):
     case = prepared(tmp_path, "--algo", algo, "--context", context, "--group_size", 3)
     turns = case.batch.turns
     rows = [(t.traj, t.turn, t.traj // 3, "ab".index(t.obs), t.reward) for t in turns]
@@ -2334,7 +2333,7 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
 
 @CONTEXTS
 @pytest.mark.parametrize("flags", ["--algo sapo-separate", "--c_v 0 --c_q 0"])
-def test_v_is_a_separate_critics_or_zero(tmp_path, flags, context):
+def test_v_comes_from_a_separate_critic_or_is_zero(tmp_path, flags, context):
     case = prepared(tmp_path, "--context", context, *flags.split())
     targets, v = case.targets, torch.zeros(len(case.batch.turns))
     if case.learner.critic:  # before the response alone
@@ -2427,7 +2426,8 @@ def strong(tmp_path):
 
 
 @pytest.mark.parametrize("env, flags", [("house", []), ("webshop", ["--context", "full"])])
-def test_a_run_leaves_what_it_promises_and_eval_reads_it(tmp_path, monkeypatch, capsys, env, flags):
+def test_run_writes_its_files_and_eval_reproduces_its_evaluation(tmp_path, monkeypatch, capsys, env,
+                                                                 flags):
     if env == "webshop":
         wish = {"attributes": ["airy"], "instruction": "x", "instruction_attributes": ["airy"]}
         products = [DRESS | {"asin": f"B{n:09d}"} for n in range(30)]
@@ -2449,8 +2449,7 @@ def test_a_run_leaves_what_it_promises_and_eval_reads_it(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("flags", ["", "--algo gigpo --group_size 3", "--algo ppo --context full"])
-def test_a_seed_trains_one_model_stopped_or_not_and_on_two_ranks_up_to_rounding(tmp_path, strong,
-                                                                                flags):
+def test_resumed_run_matches_uninterrupted_run_and_two_ranks_match_one(tmp_path, strong, flags):
     """The games, the random numbers and the global statistics and denominators are the same; groups
     are split over the ranks; a checkpoint holds the critic and its optimizer."""
     every = [*strong, *flags.split(), "--batch_size", 6, "--eval_games", 0, "--mini_batch", 12,
@@ -2470,7 +2469,7 @@ def test_a_seed_trains_one_model_stopped_or_not_and_on_two_ranks_up_to_rounding(
                 assert b[key] == pytest.approx(x, rel=2e-3, abs=1e-5), key
 
 
-def test_metrics_go_to_wandb_and_a_resumed_run_goes_on_under_its_id(tmp_path, monkeypatch):
+def test_metrics_are_logged_to_wandb_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for more in (["--iterations", 1], ["--iterations", 2, "--resume"]):
@@ -2492,7 +2491,7 @@ def test_metrics_go_to_wandb_and_a_resumed_run_goes_on_under_its_id(tmp_path, mo
 
 # ------------------------------------------------------------------------- learner and survival
 
-def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path, unclipped):
+def test_chunked_logits_give_the_same_gradient(tmp_path, unclipped):
     found = []
     for chunk in (10 ** 6, 7):
         case = prepared(tmp_path, "--mini_batch", "1000", "--tokens_per_micro_batch", "100000")
@@ -2506,7 +2505,7 @@ def test_logits_exist_a_chunk_at_a_time_and_change_nothing(tmp_path, unclipped):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_recomputed_activations_change_no_gradient(tmp_path, unclipped, monkeypatch, compile):
+def test_gradient_checkpointing_gives_the_same_gradient(tmp_path, unclipped, monkeypatch, compile):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     found = []
     for flags in ((), ("--gradient_checkpointing",)):
@@ -2539,8 +2538,8 @@ def outcome(folder):
 @pytest.mark.parametrize("run, unharmed, kills, flags", [
     (Alone, Alone, (0, 1, 2), []),
     (TwoRanks, TwoRanks, (2,), "--context full --old_logprobs rollout".split())])
-def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, strong, run,
-                                                                      unharmed, kills, flags):
+def test_run_killed_repeatedly_ends_like_an_uninterrupted_run(tmp_path, strong, run, unharmed,
+                                                              kills, flags):
     flags = [*SMALL, *strong, *flags]
     unharmed(*flags, "--out", tmp_path / "whole").finish()
     assert 0 < sum(line["success"] for line in read_lines(tmp_path / "whole/metrics.jsonl")) < 4
@@ -2562,7 +2561,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(tmp_path, 
 
 
 @pytest.mark.parametrize("run", [Alone, TwoRanks])
-def test_a_run_that_is_told_to_stop_is_saved_and_goes_on_later(tmp_path, strong, run):
+def test_run_stopped_by_a_signal_is_saved_and_resumes(tmp_path, strong, run):
     """Of two ranks, one alone is told."""
     flags, out = [*SMALL, *strong, "--lr_final_fraction", 1, "--save_every", 99], tmp_path / "told"
     told, metrics = run(*flags, "--iterations", 99, "--out", out), out / "metrics.jsonl"
@@ -2582,7 +2581,7 @@ def test_a_run_that_is_told_to_stop_is_saved_and_goes_on_later(tmp_path, strong,
 
 
 @pytest.mark.parametrize("where, done", [("rollout", 1), ("score_all", 1), ("optimizer_step", 2)])
-def test_an_iteration_is_given_up_until_its_update_begins(tmp_path, monkeypatch, where, done):
+def test_signal_abandons_the_iteration_only_before_its_update(tmp_path, monkeypatch, where, done):
     run, function = tmp_path / "run", getattr(train, where)
     before = signal.getsignal(signal.SIGINT)
 
@@ -2606,23 +2605,23 @@ def hold_apart(rank, folder):
             pass
 
 
-def test_ranks_that_do_not_share_a_folder_are_told_so(tmp_path):
+def test_ranks_without_a_shared_folder_are_refused(tmp_path):
     on_ranks(hold_apart, 2, tmp_path / "meet", tmp_path)
 
 
-def test_what_a_lack_of_memory_recommends_can_be_given_with_resume():
+def test_remedies_for_out_of_memory_are_allowed_with_resume():
     says = cli.in_one_line(torch.OutOfMemoryError("CUDA out of memory"))
     assert {*re.findall(r"--(\w+)", says)} - {"resume"} <= train.RESUME_MUTABLE
 
 
-def test_a_screen_without_the_letter_shows_another(monkeypatch):
+def test_terminal_that_lacks_a_character_ends_no_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
     with cli.one_line_errors("x.py"):
         print("50.0 \u2013", flush=True)
     assert sys.stdout.buffer.getvalue() == b"50.0 ?\n"
 
 
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
+def test_progress_prints_lines_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(cli, "SECONDS_PER_LINE", 0.01)
     said = ""
     with cli.progress("rollout", 10, "turns") as bar:
@@ -2634,8 +2633,8 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch,
 
 @pytest.mark.parametrize("first, flags", [
     (TwoRanks, []), (Alone, ["--dtype", "bfloat16", "--optim_state_dtype", "bfloat16"])])
-def test_a_run_goes_on_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong, first, flags,
-                                                                 monkeypatch):
+def test_run_resumes_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong, first, flags,
+                                                               monkeypatch):
     flags = [*strong, *flags, "--batch_size", 6, "--lr_final_fraction", 1, "--eval_games", 0,
              "--mini_batch", 12]
     Alone(*flags, "--iterations", 2, "--out", tmp_path / "whole").finish()
@@ -2692,7 +2691,7 @@ def update_of_a_rank(rank, size, uneven, context, out):
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
-def test_any_number_of_ranks_has_the_gradient_of_one(tmp_path, context):
+def test_any_number_of_ranks_gives_the_gradient_of_one(tmp_path, context):
     """The shares are unequal; and once all turns are on one rank and none on the others."""
     results = []
     for size, uneven in ((1, False), (2, False), (3, False), (3, True)):
@@ -2705,7 +2704,7 @@ def test_any_number_of_ranks_has_the_gradient_of_one(tmp_path, context):
         assert info == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
 
 
-def test_a_resumed_run_is_the_run_it_was(tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--lr", 1e-4, "--out", run)
     with pytest.raises(SystemExit, match="another --out"):
@@ -2727,7 +2726,7 @@ with open(f"{HERE}/tools/frozen_lake.py") as file:
     MY_ENV = file.read()
 
 
-def test_a_run_that_goes_on_with_other_games_says_so(tmp_path, monkeypatch, capsys):
+def test_resuming_with_other_games_warns(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     begun = ["--env", "tools.frozen_lake:FrozenLake", *SMALL]
     for shift, more in enumerate((begun, ["--resume"], ["--resume"])):
@@ -2737,7 +2736,7 @@ def test_a_run_that_goes_on_with_other_games_says_so(tmp_path, monkeypatch, caps
         assert ("Warning: these games differ" in capsys.readouterr().out) == (shift == 2)
 
 
-def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path, monkeypatch):
+def test_game_that_kills_its_worker_is_named(tmp_path, monkeypatch):
     deadly = MY_ENV.replace("self.turn += 1", "self.turn += 1 if action != 'boom' else os._exit(1)")
     (tmp_path / "deadly.py").write_text("import os\n" + deadly)
     monkeypatch.chdir(tmp_path)
@@ -2751,7 +2750,7 @@ def test_a_game_that_kills_its_worker_is_named_before_those_that_waited(tmp_path
             pool.gather(ids[5:6])
 
 
-def test_a_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
+def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
     hang = ("self.turn += 1\n        if action == 'wait' and not os.path.exists('hung'):\n"
             "            open('hung', 'x').close()\n            time.sleep(1e6)")
     (tmp_path / "slow.py").write_text("import os, time\n" + MY_ENV.replace("self.turn += 1", hang))
@@ -2769,8 +2768,7 @@ def test_a_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys
     assert "slow:FrozenLake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
 
 
-def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_here(tmp_path,
-                                                                                  monkeypatch):
+def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
     """It lies in the working directory, and is played here and in processes of its own. Its tasks
     may be numbers from a generator, its types NumPy's, its text no Unicode."""
     mine = MY_ENV.replace('"won": self.at == self.goal', '"won": np.bool_(self.at == self.goal)')
@@ -2807,7 +2805,7 @@ def test_an_environment_of_ones_own_trains_and_is_evaluated_without_a_change_her
     ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
     ("range(5000)", "range(1)", "no tasks in the split 'train'")])
-def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, new, says):
+def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, says):
     assert MY_ENV.count(old) == 1
     name = tmp_path.name  # modules are kept by their names
     (tmp_path / f"{name}.py").write_text(MY_ENV.replace(old, new))
@@ -2830,14 +2828,14 @@ def test_a_wrong_environment_is_told_what_is_wrong(tmp_path, monkeypatch, old, n
     (train, ["--env", "webshop", "--places", "3"], ["--places has no effect", "--env webshop"]),
     (evaluation, ["--model", "tiny", "--split", "dev"], ["known: train, test"]),
     (evaluation, ["--plot", "nowhere"], ["none of these"])])
-def test_mistakes_on_the_command_line_get_one_clear_line(tmp_path, monkeypatch, module, argv,
-                                                         complaints):
+def test_mistakes_on_the_command_line_give_one_clear_line(tmp_path, monkeypatch, module, argv,
+                                                          complaints):
     with pytest.raises(SystemExit) as stop:
         run_main(module, monkeypatch, "--out", tmp_path / "run", *argv)
     assert all(part in str(stop.value) for part in complaints) and "\n" not in str(stop.value)
 
 
-def test_a_run_says_once_what_keeps_it_from_learning(tmp_path, monkeypatch, capsys):
+def test_run_warns_once_of_what_keeps_it_from_learning(tmp_path, monkeypatch, capsys):
     """A lake and a model that knows a house alone; a house at the usual settings says nothing."""
     lake = ["--env", "tools.frozen_lake:FrozenLake", "--max_new_tokens", 6]
     for flags, says in ((lake, ["a fifth of the actions are admissible",
@@ -2854,7 +2852,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(tmp_path, monkeypatch, caps
         assert len(found) == len(says) and all(part in line for part, line in zip(says, found))
 
 
-def test_the_page_of_an_episode_shows_its_numbers_and_runs_nothing_that_was_sampled():
+def test_episode_page_shows_all_numbers_and_escapes_text():
     lm = random_model("qwen2", 1)
     turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:1])
     evil = "<script>alert(1)</script>"
@@ -2875,7 +2873,7 @@ def test_the_page_of_an_episode_shows_its_numbers_and_runs_nothing_that_was_samp
     assert f"V {turns[0].v:.2f}" in page and f"Q {turns[-1].q:.2f}" in page
 
 
-def test_the_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
+def test_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
     those after iteration 2."""
     success, run = [0.25, 0.5, 0.5, 0.25], tmp_path / "run"
@@ -2916,7 +2914,7 @@ def a_run(folder, success, seconds, env="house", curve=None, values=0.1, **confi
     return str(folder)
 
 
-def test_the_papers_table_and_curves_from_runs(tmp_path, capsys, monkeypatch):
+def test_table_and_curves_of_runs(tmp_path, capsys, monkeypatch):
     runs = [a_run(tmp_path / "sapo-1", 0.8, 10, seed=1),
             a_run(tmp_path / "sapo-2", 0.9, 20, seed=2),
             a_run(tmp_path / "ppo-0", 0.5, 5, algo="ppo")]
@@ -2960,7 +2958,7 @@ def test_standard_errors_are_of_means_and_of_their_differences():
     assert evaluation.Mean.of([2.0]).text() == "2.0" and a.minus(b).text(2, "+") == "-3.00 ± 1.41"
 
 
-def test_methods_are_compared_by_when_they_reach_a_success(tmp_path, monkeypatch, capsys):
+def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, monkeypatch, capsys):
     runs = [a_run(tmp_path / name, end, 1, curve=curve, values=values)
             for name, end, values, curve in (("with-0", 0.9, 0.5, [0.1, 0.3, 0.7, 0.9]),
                                              ("with-1", 0.7, 0.3, [0.1, 0.1, 0.3, 0.7]),
@@ -2991,7 +2989,7 @@ def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------ the files
 
-def test_every_file_shows_its_concern(capsys, monkeypatch):
+def test_every_file_runs_by_itself(capsys, monkeypatch):
     run_main(sapo, monkeypatch)
     assert "A^ (7)" in capsys.readouterr().out
     monkeypatch.setattr("builtins.input", lambda _: "")
@@ -3037,7 +3035,7 @@ BELOW["train"] = BELOW["eval"] | {"eval", "sapo"}
 BELOW["tools"] = BELOW["train"] | {"train", "tools", "simulators"}
 
 
-def test_no_import_climbs():
+def test_imports_point_only_downwards():
     seen = set()
     for name, path in python_files().items():
         place, part = name.partition(".")[0], name.rpartition(".")[2]

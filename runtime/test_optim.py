@@ -13,7 +13,7 @@ def steps_of(optimizer, p, gradients):
 
 
 @pytest.mark.parametrize("chunk", [optim.CHUNK, 8])
-def test_adamw_is_adamw_and_its_slices_do_not_matter(monkeypatch, chunk):
+def test_adamw_matches_torch_in_chunks_of_any_size(monkeypatch, chunk):
     monkeypatch.setattr(optim, "CHUNK", chunk)
     torch.manual_seed(0)
     start = torch.randn(7, 5)
@@ -25,7 +25,7 @@ def test_adamw_is_adamw_and_its_slices_do_not_matter(monkeypatch, chunk):
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(state_dtype):
+def test_master_weights_learn_where_16_bit_weights_would_not(state_dtype):
     torch.manual_seed(0)
     start, gradients = torch.randn(2000).bfloat16(), [torch.randn(2000) + 1 for _ in range(300)]
     alone, ours = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -47,7 +47,7 @@ def test_masters_learn_at_a_rate_at_which_sixteen_bits_stand_still(state_dtype):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_ranks_keep_shares_of_one_size(monkeypatch, size):
+def test_optimizer_state_is_split_evenly_over_ranks(monkeypatch, size):
     """Qwen2.5-1.5B's shapes repeat every twelve tensors, so every n-th one would be uneven."""
     layer = [1536 ** 2, 1536, 256 * 1536, 256, 256 * 1536, 256, 1536 ** 2, *[8960 * 1536] * 3]
     sizes = [151936 * 1536, *(layer + [1536] * 2) * 28, 1536]

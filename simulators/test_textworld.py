@@ -70,7 +70,7 @@ def check_shortcuts(engine, root, task, seed=0):
 
 @needs_original
 @needs_package
-def test_textworld_answers_the_same_and_is_left_as_it_was(small_game, monkeypatch):
+def test_patched_textworld_gives_the_same_answers_and_is_restored(small_game, monkeypatch):
     import textworld.version
     from textworld.envs.pddl import textgen
     engine, root, before = Engine(), os.path.join(small_game, "json_2.1.1"), textgen.deepcopy
@@ -84,7 +84,7 @@ def test_textworld_answers_the_same_and_is_left_as_it_was(small_game, monkeypatc
 
 
 @needs_package
-def test_another_game_that_is_loaded_does_not_disturb_a_game(small_game):
+def test_loading_another_game_does_not_disturb_a_game(small_game):
     from mementos.core import _memento_cache as facts
     engine, root = Engine(), os.path.join(small_game, "json_2.1.1")
     _, plan = engine.load(root, TRIAL)
@@ -99,7 +99,7 @@ def test_another_game_that_is_loaded_does_not_disturb_a_game(small_game):
 @needs_original
 @needs_games
 @needs_package
-def test_real_games_answer_the_same_with_shortcuts():
+def test_real_games_give_the_same_answers_when_patched():
     engine, root = Engine(), alfworld_root()
     for split in ("train", "valid_unseen"):  # the second time the engine is a used one
         check_shortcuts(engine, root, game_folders(root, split)[7])

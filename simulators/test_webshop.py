@@ -127,7 +127,7 @@ def test_odd_products_and_goals(tmp_path):
 
 
 @pytest.mark.parametrize("goals", ["synthetic", "human"])
-def test_the_expert_finds_its_way_from_anywhere(shop_data, goals):
+def test_shop_expert_wins_from_any_page(shop_data, goals):
     shop = Shop(shop_data, goals)
     for i in range(len(shop.goals)):
         shop.enter(i)
@@ -152,11 +152,11 @@ def test_the_expert_finds_its_way_from_anywhere(shop_data, goals):
     ("ponies running relational biologically sky", "poni run relat biolog sky"),
     ("\u65e5\u672c caf\u00e9s", "\u65e5 \u672c caf\u00e9"),
     ("\u2605wide\U0001f468\u200d\U0001f4bc", "\u2605 wide \U0001f468\u200d\U0001f4bc")])
-def test_words_are_taken_apart_as_lucene_does(text, expected):
+def test_terms_are_those_of_lucene(text, expected):
     assert webshop.terms(text) == expected.split()
 
 
-def test_search_equals_bm25_by_a_loop_and_ties_stand_in_the_order_of_their_asins(tmp_path):
+def test_search_matches_bm25_by_a_loop_and_orders_ties_by_asin(tmp_path):
     assert [webshop.rounded_length(n) for n in (1, 41, 57, 1000)] == [1, 40, 56, 984]
     rng = random.Random(0)
     words = [f"w{i}" for i in range(40)]
@@ -184,7 +184,7 @@ def test_search_equals_bm25_by_a_loop_and_ties_stand_in_the_order_of_their_asins
     (["shoe"], "boots", "Shoes", 1.0), (["hat"], "shoes", "Clothing \u203a Shoes", 0.0),
     (["shoe", *"abcdef"], "boots", "Home", 0.5), (["shoe", *"abcdef"], "shoes", "Home", 1.0),
     (["shoe", *"abcdefghijkl"], "shoes", "Shoes", 0.1)])
-def test_a_score_is_the_share_of_what_was_asked_for_times_the_kind(nouns, query, path, score):
+def test_purchase_score_matches_the_original(nouns, query, path, score):
     product = {"title": "A Soft Shoe", "description": "", "bullets": ["Slip-On"], "query": "shoes",
                "attributes": ["machine washable"], "nouns": ["shoe"],
                "product_category": "Clothing \u203a Shoes"}
@@ -198,7 +198,7 @@ def test_a_score_is_the_share_of_what_was_asked_for_times_the_kind(nouns, query,
         assert points == pytest.approx(score * got)
 
 
-def test_goals_follow_the_originals_stream_and_the_splits_share_no_product(tmp_path):
+def test_goals_are_the_originals_and_splits_share_no_product(tmp_path):
     pricing = ["$5.00", "$12.00$80.00", None, "$985.00", "$1200.00"]
     products = [DRESS | {"asin": f"B{n:09d}", "pricing": pricing[n % 5]} for n in range(50)]
     about = {p["asin"]: wish() for p in products[::2]}
@@ -222,7 +222,7 @@ def test_goals_follow_the_originals_stream_and_the_splits_share_no_product(tmp_p
     assert sum(map(len, bought)) == 25 and len(bought[0]) > 12
 
 
-def test_nouns_come_from_the_table_else_spacy_else_a_guess_with_a_warning(monkeypatch):
+def test_nouns_come_from_the_table_or_spacy_or_a_guess_with_a_warning(monkeypatch):
     product = {"title": "The Red Shoes for 2 Men's feet", "nouns": None}
     webshop.spacy_model.cache_clear()
     with pytest.warns(UserWarning, match="counts as a noun"):
@@ -261,7 +261,7 @@ def test_broken_and_missing_files_are_named(tmp_path):
         Shop(data)
 
 
-def test_an_index_is_made_once_whoever_asks(tmp_path, monkeypatch):
+def test_index_is_built_once_for_all_processes(tmp_path, monkeypatch):
     data = write_catalogue(tmp_path / "shop")
     folder = webshop.index_folder(webshop.data_files(data))
     os.makedirs(folder + ".new")  # as a killed build leaves it

@@ -29,7 +29,7 @@ def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
 
 
 @needs_package
-def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
+def test_demonstrator_searches_and_recovers_from_random_commands(small_game):
     env = AlfWorldDemonstrator(data=small_game)
     env.reset(TRIAL)
     plan = env.expert()
@@ -47,7 +47,7 @@ def test_the_demonstrator_looks_for_things_and_finds_back(small_game):
     assert slips > 20
 
 
-def test_imitation_is_cross_entropy_of_the_responses_and_a_little_of_the_rest():
+def test_imitation_loss_is_weighted_cross_entropy():
     lm = random_model("qwen2", 1)
     samples = [(torch.randint(5, 500, (n,)).tolist(), spans)
                for n, spans in ((30, [(8, 13), (20, 25)]), (12, [(9, 12)]))]
@@ -62,7 +62,7 @@ def test_imitation_is_cross_entropy_of_the_responses_and_a_little_of_the_rest():
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
-def test_a_slip_is_shown_with_what_should_have_been_done_or_is_not_imitated(context):
+def test_random_commands_are_not_imitated(context):
     config, lm = train.parse_config(["--horizon", "6"]), random_tiny()
     for task in tasks("house", "train")[:4]:
         turns = demonstrate(make_env("house", horizon=6), task, 7, noise=0.5)
@@ -88,7 +88,7 @@ def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags", ["--until 0.985", "--until_success 0.4"])
-def test_it_ends_when_enough_actions_are_admissible_or_games_won(monkeypatch, flags):
+def test_imitation_stops_at_until_or_until_success(monkeypatch, flags):
     asked = []
 
     def measure(sampler, games, pool, step, config):
@@ -102,7 +102,7 @@ def test_it_ends_when_enough_actions_are_admissible_or_games_won(monkeypatch, fl
     assert asked == [(context, step, 64) for step in (199, 399) for context in ("window", "full")]
 
 
-def test_imitation_goes_on_after_ctrl_c(tmp_path, monkeypatch, capsys):
+def test_imitation_resumes_after_ctrl_c(tmp_path, monkeypatch, capsys):
     out, small = tmp_path / "out", ["--horizon", 6, "--max_new_tokens", 8, "--steps", 4]
     train_step, seen = imitate.train_step, []
 
@@ -126,7 +126,7 @@ def test_imitation_goes_on_after_ctrl_c(tmp_path, monkeypatch, capsys):
         run_main(imitate, monkeypatch, "--out", out, "--resume")
 
 
-def test_the_lake_is_learned_by_the_commands_of_the_readme(tmp_path, monkeypatch):
+def test_frozen_lake_is_learned_with_the_commands_of_the_readme(tmp_path, monkeypatch):
     """Made shorter: half of their steps."""
     monkeypatch.chdir(tmp_path)
     commands = [line.split("  ")[0].split()[2:] for line in open(f"{ROOT}/README.md")
@@ -137,7 +137,7 @@ def test_the_lake_is_learned_by_the_commands_of_the_readme(tmp_path, monkeypatch
     assert result["n"] == 200 and result["success"] > 2 * result["success_before"] > 0
 
 
-def test_a_tiny_model_knows_the_words_of_the_environment_it_is_made_for(monkeypatch):
+def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
     config, flags = imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
     monkeypatch.setattr(frozen_lake, "WAYS", {"[up]": (-1, 0), **frozen_lake.WAYS})
     words = imitate.vocabulary_of(config, flags)
@@ -150,7 +150,7 @@ def test_a_tiny_model_knows_the_words_of_the_environment_it_is_made_for(monkeypa
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
 
 
-def test_the_tiny_model_spells_what_it_has_no_word_for():
+def test_tiny_model_spells_unknown_words():
     tokenizer = random_tiny().tokenizer
     text = "<action> take qwxz 12 from cabinet 37 </action>"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text

@@ -49,7 +49,7 @@ def last_attempts(style, wins, limit=10 ** 9):
     return model.asked, [records[number] for number in range(len(games))]
 
 
-def test_plain_and_react_prompts_show_what_they_should():
+def test_plain_and_react_prompts():
     asked, (won, lost) = last_attempts("react", [0, 9])
     assert won["won"] and won["trials"] == 1 and won["lessons"] == []
     assert not lost["won"] and lost["turns"] == 20
@@ -104,7 +104,7 @@ def chat_answer(text):
     return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
-def test_an_endpoint_plays_and_its_answers_survive_a_failure(endpoint, tmp_path, monkeypatch):
+def test_endpoint_plays_and_finished_games_survive_a_failure(endpoint, tmp_path, monkeypatch):
     url, says, requests = endpoint
 
     def main(*flags, out):
