@@ -64,7 +64,8 @@ LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The lates
          "{answer}")
 PAST = "What you saw: {obs}\nWhat you did: {action}"
 SAME_WAY = " Answer every later message in the same way."
-FULL_FIRST = FIRST.replace("Com", "These commands always work: [{always}].\nOther com") + SAME_WAY
+FULL_FIRST = ("{role}\n{obs}\n\nThese commands always work: [{always}].\nOther commands that work "
+              "now: [{commands}].\n\n{answer}" + SAME_WAY)
 FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
 
 
@@ -152,10 +153,15 @@ class ShopPrompts(PromptBuilder):
 
 
 def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]:
-    """A response -> (action, valid). The action is the lower-cased text between <action> and
-    </action>: the first such pair that begins after the first </think> and ends after the last one;
-    else the first before a <think>; else the last `fallback` characters. It is valid if it has both
-    pairs of tags and, as in verl-agent, no CJK character. `prefix` is how the chat template begins
+    """A response -> (action, valid). The action is the lower-cased text between <action> and the
+    next </action>, in the first of these places that has such a pair:
+
+    1. after the first </think>, where pairs that end before the last </think> are skipped
+    2. before the first <think>
+    3. if there is none, the action is the last `fallback` characters, and invalid.
+
+    It is valid if there is a pair of think tags, too, and, as in verl-agent, no CJK character. (A
+    stray </action> before the pair makes it invalid.) `prefix` is how the chat template begins
     every response, for example with <think>."""
     low = text.lower()
     whole = prefix.lower() + low
@@ -247,7 +253,8 @@ class House(HouseholdExpert, Env):
     """One room with `places` places and `objects` things to carry, most of which cannot be seen
     before the agent goes there and opens what is closed. A task id is a number as a string. It
     determines the split and, for a given size, the room and the goal. A room in which the expert
-    needs more than min(4 * places, 50) steps is drawn again; `horizon` should not be smaller."""
+    needs more than min(4 * places, 50) steps is drawn again. The default horizon fits 5 places;
+    larger houses need a longer one, up to that bound."""
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES
@@ -648,7 +655,7 @@ class EnvWorker:
 
     def __init__(self, name, options):
         self.name, self.options = name, options
-        self.loaded = set()  # all games so far: a request to load may come after that to start
+        self.loaded = set()  # all games so far; loads are done last, so some come after the start
         self.ready = {}  # loaded but not started: (environment, obs, info)
         self.playing = {}  # the environments of games that are being played
         self.spare = []  # environments that can be used again

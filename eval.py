@@ -85,7 +85,7 @@ def report(records, suffix="") -> dict:
 
 
 def play(sampler, ids, pool, settings, run_episodes=run_episodes, path=os.devnull) -> list:
-    """Plays the games with these ids, split over the ranks -> records in order. Rank 0 also appends
+    """Plays the games with these ids, split over the ranks -> records in order. Rank 0 also writes
     its own to `path` as they come."""
     games = {n: game for n, game in enumerate(ids) if n * world_size() // len(ids) == rank()}
     played = []
@@ -263,7 +263,7 @@ def comparison(folders, half) -> str:
             row_means[HALF] = row_means[HALF]._replace(error=np.nan)
         row = {head: mean.text(DIGITS[head]) for head, mean in row_means.items()}
         if late[label]:
-            row[HALF] = f"≥ {row[HALF]} ({len(runs) - late[label]} of {len(runs)} do)"
+            row[HALF] = f"≥ {row[HALF]} ({len(runs) - late[label]} of {len(runs)} reach it)"
         rows.append([label, str(len(runs)), *row.values()])
         row = {head: row_means[head].minus(means[first][head]).text(DIGITS[head], "+")
                for head in less[0][1:]}
@@ -487,14 +487,15 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
         out /= "-".join(filter(None, ["eval", own, args.split, kind])) + ".json"
     out.parent.mkdir(parents=True, exist_ok=True)
     answers = out.with_suffix(".jsonl")
-    print0(f"playing {len(ids)} games; finished ones are in {answers}.new until all are")
+    print0(f"playing {len(ids)} games; finished ones are written to {answers}.new")
     sampler = make_sampler(args)
     with contextlib.closing(envs.Pool(args.env, options, envs.default_workers(args.env))) as pool:
         played = play(sampler, ids, pool, args, run_episodes, f"{answers}.new")
     if rank() > 0:
         return
     write_file(answers, "".join(json.dumps(record) + "\n" for record in played))
-    last = {record["task"]: record for record in played}.values()  # of several trials at a game
+    # Reflexion (tools/prompted.py) plays a game several times, and the last one counts
+    last = {record["task"]: record for record in played}.values()
     result = report(last) | vars(args)
     write_file(out, json.dumps(result, indent=1))
     shares = {"score": result["score"]} | result["success_by_category"]

@@ -150,13 +150,14 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     causal = empty or mask is None and query.shape[2] > 1  # a single query sees the whole cache
     mask = None if empty else mask
     grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E
-    if mask is None and not (query.is_cuda and query.dtype == torch.float32):
+    # float32 on a GPU takes the last way too, which is faster there
+    if mask is None and not (query.is_cuda and query.dtype == torch.float32):  # scoring, prefill
         gqa = {"enable_gqa": True} if groups > 1 else {}  # `groups > 1` is symbolic if compiled
         out = sdpa(query, key, value, is_causal=causal, scale=scaling, **gqa)
-    elif mask is not None and query.shape[2] == 1:  # the G heads become G queries of one head
+    elif mask is not None and query.shape[2] == 1:  # decoding: G heads become G queries of one
         out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
         out = out.flatten(1, 2)[:, :, None]
-    else:  # one head of each group at a time: the mask is not repeated; fast in float32 on GPUs
+    else:  # prefill behind a cache: one head of each group at a time, so no mask is repeated
         out = [sdpa(q, key, value, mask, 0, causal, scale=scaling) for q in grouped.unbind(2)]
         out = torch.stack(out, 2).flatten(1, 2)
     return out.transpose(1, 2), None
@@ -397,6 +398,10 @@ class Chat:
             ids += self.template_ids(text[start:stop])
         return ids
 
+    def end_of_turn_id(self) -> int:
+        """The token that ends the assistant's message: the first after a response."""
+        return self.encode_user_turn("-", [None])[0]
+
     def encode_user_turn(self, text: str, before=()) -> list[int]:
         """The token ids of a user message, up to where the response begins. `before`: those of the
         conversation so far; if it ends with the end-of-turn token, that is not repeated."""
@@ -557,7 +562,7 @@ def find_stop_ids(model, tokenizer, chat) -> tuple:
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
     if chat:
-        stops |= {chat.encode_user_turn("-", [None])[0]} & tokenizer.added_tokens_decoder.keys()
+        stops |= {chat.end_of_turn_id()} & tokenizer.added_tokens_decoder.keys()
     return tuple(sorted(stops - {None}))
 
 
@@ -608,8 +613,8 @@ def check_tokenizer(model, chat: Chat) -> None:
 
 
 def disable_dropout(model) -> None:
-    """Turns off all that would make two passes over the same tokens differ in train mode, which
-    --gradient_checkpointing needs: every kind of dropout, and the noise of routers."""
+    """Turns off all that makes two passes over the same tokens differ in train mode, because
+    --gradient_checkpointing needs that mode: every kind of dropout, and the noise of routers."""
     for part in [*model.modules(), model.config, model.config.get_text_config()]:
         for name, value in [*vars(part).items()]:
             if re.search("drop|jitter", name) and isinstance(value, float):
@@ -620,10 +625,10 @@ def disable_dropout(model) -> None:
 
 @torch.no_grad()
 def check_initial_readout(lm: ActorCritic, ids: list[int]) -> None:
-    """ValueError: V or Q of an empty response to this prompt is beyond the bounds of Eq. 1, where
-    its gradient is 0."""
-    end = lm.chat.encode_user_turn("-", [None])[:1]  # the end of a turn, at which Q is read
-    hidden = lm.hidden_states(torch.tensor([ids + end], device=lm.device))[0, -2:]
+    """ValueError: V and Q of an empty response to this prompt are both beyond the bounds of Eq. 1,
+    where its gradient is 0."""
+    ids = [*ids, lm.chat.end_of_turn_id()]  # an empty response: V is read before it, Q at it
+    hidden = lm.hidden_states(torch.tensor([ids], device=lm.device))[0, -2:]
     plus, minus = (float32_logits(hidden, lm.head)[:, i] for i in lm.value_ids)
     v, q = (plus - minus).tolist()
     if min(abs(v), abs(q)) > lm.tau_v:
@@ -687,12 +692,12 @@ def in_float32(backbone) -> Iterator[None]:
 
 def excess_error(found, plain, exact) -> tuple[float, float] | None:
     """Compares `found` and `plain`, tensors of one shape, with `exact`, computed in float32.
-    Returns None if `found` is right, else (its error, the largest error that is right).
+    Returns None if `found` is within tolerance, else (its error, the tolerance).
 
     Results of a 16-bit model depend on the order of its operations. So the root mean square error
-    may be twice that of `plain`, a plain pass, and the maximum error four times. With few numbers,
-    chance adds a factor 1 + 7 / n, chosen such that 14 numbers pass. The 1e-3 is for float32
-    models, whose `plain` is `exact`."""
+    may be twice that of `plain`, a plain pass, and the maximum error four times. For n numbers the
+    tolerance has another factor 1 + 7 / n, which allows for chance; it was chosen with n = 14, the
+    V and Q of the sampler's check. The 1e-3 is for float32 models, whose `plain` is `exact`."""
     slack = 1 + 7 / exact.numel()
     for times, norm in ((2, lambda x: x.square().mean().sqrt()), (4, lambda x: x.abs().max())):
         error, rounding = (norm(x.double() - exact.double()).item() for x in (found, plain))

@@ -36,7 +36,7 @@ class LayerCache:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        self.write = self.span = self.read = None  # set by DecodeState.forward
+        self.write = self.kv_length = self.read = None  # set by DecodeState.forward
 
     def update(self, k, v, *args, **kwargs):
         """Writes k, v (R, H', T, E) where `forward` said -> the keys and values to attend to."""
@@ -44,10 +44,10 @@ class LayerCache:
         # indexing keys.transpose(1, 2) instead would make the compiled step copy the whole cache
         self.keys[slot, :, position] = k.transpose(1, 2)
         self.values[slot, :, position] = v.transpose(1, 2)
-        if not self.span:  # new sequences: all they attend to is in k and v
+        if not self.kv_length:  # new sequences: all they attend to is in k and v
             return k, v
         slots = slice(len(k)) if self.read is None else self.read
-        return self.keys[slots, :, :self.span], self.values[slots, :, :self.span]
+        return self.keys[slots, :, :self.kv_length], self.values[slots, :, :self.kv_length]
 
 
 class DecodeState:
@@ -56,7 +56,8 @@ class DecodeState:
     captured as a CUDA graph. The model takes this object for its cache, so it has those methods of
     transformers' cache that decoders call."""
 
-    TENSORS = ("hidden", "position", "num_generated", "active", "uniforms", "tokens", "logp", "p")
+    TENSORS = ("hidden", "position", "num_generated", "active", "uniforms", "tokens", "logp",
+               "readouts")
 
     def __init__(self, lm, max_new_tokens, temperature, is_stop):
         """No slots yet; dtypes and shapes are taken from a forward pass of the model."""
@@ -77,10 +78,10 @@ class DecodeState:
         self.uniforms = like.new_zeros(0, max_new_tokens + 1, dtype=torch.float32)
         self.tokens = like.new_zeros(0, max_new_tokens + 1, dtype=torch.long)
         self.logp = like.new_zeros(0, max_new_tokens + 1, dtype=torch.float32)
-        self.p = like.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
+        self.readouts = like.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
 
     def resize(self, slots: int, max_length: int) -> None:
-        """Grows to so many slots of that length and keeps the contents."""
+        """Grows to `slots` slots of `max_length` positions, and keeps the contents."""
         more, longer = slots - len(self.position), max_length - self.max_length
         for layer in self.layers:  # one at a time, so that only one layer exists twice
             layer.keys = F.pad(layer.keys, (0, 0, 0, longer, 0, 0, 0, more))
@@ -90,29 +91,31 @@ class DecodeState:
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
         self.max_length = max_length
 
-    def copy_slots(self, moves: list[tuple[int, int]], span: int) -> None:
-        """For every (target, source), copies slot source to slot target, up to position span."""
+    def copy_slots(self, moves: list[tuple[int, int]], kv_length: int) -> None:
+        """For every (target, source), copies slot source to slot target, up to position
+        kv_length."""
         target, source = to_device_async(moves, self.position.device).T
         for layer in self.layers:
             for x in (layer.keys, layer.values):
-                x[target, :, :span] = x[source, :, :span]
+                x[target, :, :kv_length] = x[source, :, :kv_length]
         for name in self.TENSORS:
             getattr(self, name)[target] = getattr(self, name)[source]
 
-    def start(self, ids, slot, start, length, uniforms, span) -> None:
-        """Prefill: encodes new tokens and makes their slots active. ids (R, T), padded on the
-        right; slot, start, length (R,): the first `length` tokens of a row go to positions start,
-        start + 1, ... of its slot."""
+    def prefill(self, ids, slot, num_cached, length, uniforms, kv_length) -> None:
+        """Runs new tokens through the model and makes their slots active. ids (R, T), padded on the
+        right; slot, num_cached, length (R,): the first `length` tokens of a row follow the
+        num_cached ones that its slot has already."""
         column = torch.arange(ids.shape[1], device=ids.device)
-        position = torch.where(column < length[:, None], start[:, None] + column, self.max_length)
-        hidden = self.forward(ids, position, span, slot)
+        position = num_cached[:, None] + column
+        position = torch.where(column < length[:, None], position, self.max_length)
+        hidden = self.forward(ids, position, kv_length, slot)
         hidden = hidden[torch.arange(len(ids), device=ids.device), length - 1]
         self.uniforms[slot, :-1] = uniforms
-        self.position[slot] = start + length
+        self.position[slot] = num_cached + length
         self.hidden[slot] = hidden
         self.num_generated.index_fill_(0, slot, 0)  # index_fill_ needs no copy from the host
         self.active.index_fill_(0, slot, True)
-        self.p[slot, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
+        self.readouts[slot, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
 
     def sample(self, n: int) -> torch.Tensor:
         """Draws a token for each of the first n slots, and records it and its log-prob -> (n,)."""
@@ -124,15 +127,16 @@ class DecodeState:
         self.logp[:n].scatter_(1, column, logp[:, None])
         return token
 
-    def forward(self, ids, position, span, slots=None) -> torch.Tensor:
+    def forward(self, ids, position, kv_length, slots=None) -> torch.Tensor:
         """Runs ids (R, T) at their positions (R, T) through the model, in `slots` (R,) or in the
         first R, which needs no copy of the cache -> hidden states (R, T, D). A token attends to its
-        own slot up to itself. The cache is read up to position `span`; 0: the slots are new."""
+        own slot up to itself. Only the first kv_length positions of the cache are read; 0: the
+        slots are new."""
         index = torch.arange(len(ids), device=ids.device) if slots is None else slots
         for layer in self.layers:
-            layer.write, layer.span, layer.read = (index[:, None], position), span, slots
-        if span:
-            unseen = torch.arange(span, device=ids.device) > position[:, None, :, None]
+            layer.write, layer.kv_length, layer.read = (index[:, None], position), kv_length, slots
+        if kv_length:
+            unseen = torch.arange(kv_length, device=ids.device) > position[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=self.hidden.dtype, device=ids.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
         else:
@@ -150,8 +154,8 @@ class DecodeState:
         self.position[:n] += active
         num_generated += active
         ended = active & (self.is_stop[token] | (num_generated == self.max_new_tokens))
-        p_q = self.lm.readout(hidden)  # SAPO: Q costs two dot products, and to run the last token
-        self.p[:n, 1] = torch.where(ended, p_q, self.p[:n, 1])
+        p_q = self.lm.readout(hidden)  # SAPO: Q costs one forward pass of the last token
+        self.readouts[:n, 1] = torch.where(ended, p_q, self.readouts[:n, 1])
         active &= ~ended
 
     # ---- what decoders call of transformers' cache
@@ -159,7 +163,7 @@ class DecodeState:
         return self.layers[layer_idx].update(k, v)
 
     def get_seq_length(self, layer_idx=0):
-        return 0  # only asked for where no position_ids are given, and they always are
+        return 0  # only pending for where no position_ids are given, and they always are
 
 
 def to_device_async(numbers, device) -> torch.Tensor:
@@ -177,14 +181,21 @@ class Response(NamedTuple):
     q: float  # Q after the last token
 
 
+class Mode(NamedTuple):
+    """How a sampler computes."""
+
+    cuda_graphs: bool = False
+    compiled: bool = False
+
+
 class Sampler:
     """Samples responses of an ActorCritic to token sequences. It schedules them over the slots of a
     DecodeState, and never waits for the slowest: as soon as a response is complete, its slot can
     take the next sequence (continuous batching). Slots [0, num_active) are decoded.
 
-        add(name, ids)                    the sequence waits
+        add(key, ids)                    the sequence waits
           |
-          |  prefill: allocate a slot, encode the new tokens
+          |  prefill: allocate a slot, run the new tokens through the model
           v
         active  <---+                     decoding: one token per step
           |   |_____|
@@ -195,11 +206,12 @@ class Sampler:
           |  pop_finished: hand out the Response, compact the active slots
           v
         "window": free;   "full": idle, with its KV cache, until the conversation is
-                          continued by add(name, longer ids), or drop(name) frees the slot
+                          continued by add(key, longer ids), or drop(key) frees the slot
 
-    max_new_tokens: the maximum length of a response. limit: the maximum length of a sequence, the
-    smaller of max_prompt and what the model's context leaves for it. ValueError where the kv engine
-    does not support a model: it is compared with plain forward passes, unless check=False."""
+    max_new_tokens: the maximum length of a response. limit: the maximum length of a
+    sequence without its response, the smaller of max_prompt and what the model's context leaves.
+    ValueError where the kv engine does not support a model: it is compared with plain forward
+    passes, unless check=False."""
 
     def __init__(self, lm: ActorCritic, engine: str = "kv", context: str = "window",
                  max_new_tokens: int = 512, temperature: float = 1.0, compile: bool = False,
@@ -215,14 +227,14 @@ class Sampler:
             self.set_up(lm.device.type == "cuda", compile, check)
 
     # ---- what the caller uses
-    def add(self, name, sequence: list[int], uniforms=None) -> None:
-        """Queues a sequence of token ids. `name` must not be in use by a sequence that still waits
+    def add(self, key, sequence: list[int], uniforms=None) -> None:
+        """Queues a sequence of token ids. `key` must not be in use by a sequence that still waits
         for its response. uniforms: max_new_tokens random numbers in [0, 1), which greedy decoding
         does not need. ValueError: what is wrong with the arguments."""
-        unanswered = self.slots[:self.num_active] + [waiting for waiting, *_ in self.added]
-        if name is None or name in unanswered:
-            raise ValueError("None is not a valid name" if name is None else
-                             f"the sequence named {name!r} has no response yet")
+        unanswered = self.slots[:self.num_active] + [other for other, *_ in self.waiting]
+        if key is None or key in unanswered:
+            raise ValueError("None is not a valid key" if key is None else
+                             f"the sequence with key {key!r} has no response yet")
         if isinstance(sequence, str) or not all(isinstance(i, int) for i in sequence):
             raise ValueError("a sequence must be a list of token ids (int); "
                              "lm.chat.encode_user_turn(text) makes one")
@@ -231,16 +243,17 @@ class Sampler:
         if not 0 <= min(sequence) <= max(sequence) < len(self.is_stop):
             raise ValueError(f"token ids from {min(sequence)} to {max(sequence)}; the model has "
                              f"those from 0 to {len(self.is_stop) - 1}")
-        prompt, response = self.prompts.get(name, []), self.responses.get(name, [])
-        if sequence[:len(prompt)] != prompt or 0 < len(prompt + response) >= len(sequence):
-            raise ValueError(f"{name!r} has a conversation of {len(prompt + response)} tokens, "
-                             "which this sequence does not continue; drop(name) forgets it")
+        prompt, response = self.prompts.get(key, []), self.responses.get(key, [])
+        longer = not prompt or len(sequence) > len(prompt + response)
+        if not longer or sequence[:len(prompt)] != prompt:
+            raise ValueError(f"{key!r} has a conversation of {len(prompt + response)} tokens, "
+                             "which this sequence does not continue; drop(key) forgets it")
         if uniforms is None and self.temperature == 0:
             uniforms = [0.0] * self.max_new_tokens
         if uniforms is None or len(uniforms) != self.max_new_tokens:
             raise ValueError(f"add() needs {self.max_new_tokens} uniform random numbers, one for "
                              "each token of a response; generate(prompts, seed) makes them itself")
-        self.added.append((name, sequence, np.asarray(uniforms, dtype=np.float32)))
+        self.waiting.append((key, sequence, np.asarray(uniforms, dtype=np.float32)))
 
     def generate(self, prompts: list, seed: int = 0) -> list[Response]:
         """The common case: prompts, each a user message or a list of token ids -> a Response each.
@@ -252,8 +265,8 @@ class Sampler:
 
     @torch.no_grad()
     def run(self, steps: int | None = None) -> list:
-        """Decodes until some responses are complete, or for about so many steps, and returns the
-        complete ones as [(name, Response)]. The hf engine completes all of them."""
+        """Decodes until at least one response is complete, or for `steps` steps, and returns the
+        complete ones as [(key, Response)]. The hf engine completes all of them."""
         if not self.busy:
             return []
         finished = (generate_with_hf(self) if self.engine == "hf"
@@ -261,43 +274,44 @@ class Sampler:
         self.tokens_sampled += sum(len(response.ids) for _, response in finished)
         return finished
 
-    def __call__(self, names, sequences, uniforms) -> list[Response]:
+    def __call__(self, keys, sequences, uniforms) -> list[Response]:
         """A whole batch at once -> the responses, in order."""
-        if not len(names) == len(sequences) == len(uniforms):
-            raise ValueError(f"{len(names)} names, {len(sequences)} sequences and {len(uniforms)} "
+        if not len(keys) == len(sequences) == len(uniforms):
+            raise ValueError(f"{len(keys)} keys, {len(sequences)} sequences and {len(uniforms)} "
                              "rows of random numbers")
-        for row in zip(names, sequences, uniforms):
+        for row in zip(keys, sequences, uniforms):
             self.add(*row)
         responses = {}
         while self.busy:
             responses |= dict(self.run())
-        return [responses[name] for name in names]
+        return [responses[key] for key in keys]
 
     @property
     def busy(self) -> int:
         """How many sequences have no response yet."""
-        return len(self.added) + self.num_active
+        return len(self.waiting) + self.num_active
 
     def forget(self) -> None:
         """Forgets all sequences, which is necessary when the weights change. Keeps the memory."""
-        self.added = []  # waiting for a slot: (name, sequence, uniforms)
+        self.waiting = []  # waiting for a slot: (key, sequence, uniforms)
         self.prompts, self.responses = {}, {}  # in "full", what is cached of each conversation
         self.num_active = 0
-        self.slots = []  # the name of the sequence in each slot; None: the slot is free
-        self.length = {}  # by name: tokens in the cache; an upper bound while it is decoded
+        self.slots = []  # the key of the sequence in each slot; None: the slot is free
+        self.length = {}  # by key: tokens in the cache; an upper bound while it is decoded
         self.snapshots = []  # not yet read by the host
 
-    def drop(self, name) -> None:
+    def drop(self, key) -> None:
         """Forgets a conversation that is over. One that is being decoded stays."""
-        if name in self.slots[self.num_active:]:
-            self.slots[self.slots.index(name)] = None
-            del self.prompts[name], self.responses[name]
+        if key in self.slots[self.num_active:]:
+            self.slots[self.slots.index(key)] = None
+            del self.prompts[key], self.responses[key]
 
     # ---- the kv engine: prefill, decode, hand out what is finished
     def decode(self, steps):
-        """Encodes what was added, then decodes until a response is finished or for about `steps`
-        steps. On a GPU, the host reads the snapshot before the last one, so it never waits."""
-        if self.added:
+        """Prefills what waits, then decodes until a response is finished, or for `steps` steps
+        (rounded up to sync_interval). On a GPU the host reads the previous snapshot, which is
+        complete by then; so a finished slot decodes up to 2 * sync_interval tokens of padding."""
+        if self.waiting:
             self.prefill()
         for _ in range(0, steps, self.sync_interval):
             for _ in range(self.sync_interval):
@@ -308,109 +322,110 @@ class Sampler:
         return []
 
     def prefill(self):
-        """Gives slots to the sequences that were added, and encodes what is new of them."""
-        new = [self.allocate_slot(*added) for added in self.added]
-        longest = max(start + len(ids) for ids, _, start, _ in new) + self.max_new_tokens
+        """Gives slots to the waiting sequences, and prefills what is new of them."""
+        new = [self.allocate_slot(*request) for request in self.waiting]
+        longest = max(cached + len(ids) for ids, _, cached, _ in new) + self.max_new_tokens
         self.ensure_capacity(len(self.slots), longest)
         for chunk in micro_batches(new, self.prefill_tokens):
-            self.encode(chunk)
-        self.added = []
+            self.prefill_chunk(chunk)
+        self.waiting = []
         self.tokens_encoded += sum(len(ids) for ids, *_ in new)
         self.compact([*range(self.num_active), *(slot for _, slot, *_ in new)])
 
-    def allocate_slot(self, name, sequence, uniforms):
-        """Gives a sequence a slot, its own if it is a conversation that goes on -> (new ids, slot,
-        their position, uniforms). The response may have been changed, for example by encoding its
-        text again; then it is encoded from the first change on."""
-        if name not in self.slots:
+    def allocate_slot(self, key, sequence, uniforms):
+        """Gives a sequence a slot, its own if it continues a conversation -> (new ids, slot, how
+        many tokens are cached, uniforms). The prompt so far must be equal (see add); of the last
+        response, the longest common prefix is reused, because it may have been tokenized again."""
+        if key not in self.slots:
             if None not in self.slots:
                 self.slots.append(None)
-            self.slots[self.slots.index(None)] = name
-            self.length[name] = 0
-        response = self.responses.get(name, [])
-        start = self.length[name] - len(response)
-        for cached, new in zip(response, sequence[start:]):
-            if cached != new:
+            self.slots[self.slots.index(None)] = key
+            self.length[key] = 0
+        response = self.responses.get(key, [])
+        num_cached = self.length[key] - len(response)
+        for old, new in zip(response, sequence[num_cached:]):
+            if old != new:
                 break
-            start += 1
-        self.length[name] = len(sequence)
+            num_cached += 1
+        self.length[key] = len(sequence)
         if self.context == "full":
-            self.prompts[name] = [*sequence]  # a copy: the caller's list may grow
-        return sequence[start:], self.slots.index(name), start, uniforms
+            self.prompts[key] = [*sequence]  # a copy: the caller's list may grow
+        return sequence[num_cached:], self.slots.index(key), num_cached, uniforms
 
-    def encode(self, chunk):
-        """One forward pass over [(ids, slot, start, uniforms)], which makes the slots active."""
+    def prefill_chunk(self, chunk):
+        """One forward pass over [(new ids, slot, num_cached, uniforms)]."""
         if self.gpu and len(chunk) == 1:
             chunk = chunk * 2  # a batch of one would be compiled separately
         device = self.lm.device
-        new, slot, start, uniforms = zip(*chunk)
+        new, slot, num_cached, uniforms = zip(*chunk)
         length = [len(ids) for ids in new]
-        span = max(map(sum, zip(start, length))) if any(start) else 0
-        _, span = self.round_up(1, span)
+        kv_length = max(map(sum, zip(num_cached, length))) if any(num_cached) else 0
+        _, kv_length = self.round_up(1, kv_length)
         ids = pad_sequence([torch.tensor(x) for x in new], batch_first=True)
         ids = to_device_async(ids, device)
-        slot, start, length = to_device_async([slot, start, length], device)
+        slot, num_cached, length = to_device_async([slot, num_cached, length], device)
         uniforms = to_device_async(np.stack(uniforms), device)
-        self.state.start(ids, slot, start, length, uniforms, span)
+        self.state.prefill(ids, slot, num_cached, length, uniforms, kv_length)
 
     def step(self):
         """One decoding step for all active slots."""
-        for name in self.slots[:self.num_active]:
-            self.length[name] += 1
-        longest = max(self.length[name] for name in self.slots[:self.num_active])
+        for key in self.slots[:self.num_active]:
+            self.length[key] += 1
+        longest = max(self.length[key] for key in self.slots[:self.num_active])
         self.decoder(*self.round_up(self.num_active, min(longest, self.state.max_length)))
         self.steps += 1
 
-    def decode_one_token(self, n: int, span: int) -> None:
+    def decode_one_token(self, n: int, kv_length: int) -> None:
         """Samples a token for each of the first n slots, runs it through the model, and reads Q
         where it was the last. Finished slots among them are padding. There is no host sync, so the
         step can be captured."""
         token = self.state.sample(n)
-        hidden = self.state.forward(token[:, None], self.state.position[:n, None], span)[:, 0]
+        hidden = self.state.forward(token[:, None], self.state.position[:n, None], kv_length)[:, 0]
         self.state.update_state(n, token, hidden)
 
     def snapshot(self):
-        """Copies the state of the active slots to the host -> (their names, the copies, the CUDA
+        """Copies the state of the active slots to the host -> (their keys, the copies, the CUDA
         event after which the copies are complete)."""
         state, n = self.state, self.num_active
         tensors = (state.active, state.num_generated, state.position, state.tokens, state.logp,
-                   self.lm.r_max * state.p)
+                   self.lm.r_max * state.readouts)
         copies = [x[:n].to("cpu", non_blocking=True, copy=self.lag > 0) for x in tensors]
         if not state.hidden.is_cuda:
             return self.slots[:n], copies, None
         return self.slots[:n], copies, torch.cuda.current_stream(self.lm.device).record_event()
 
     def pop_finished(self):
-        """-> [(name, Response)] of the slots that are finished in the oldest snapshot. The other
+        """-> [(key, Response)] of the slots that are finished in the oldest snapshot. The other
         active slots move up."""
-        names, (active, num_generated, position, tokens, logp, value), event = self.snapshots.pop(0)
+        keys, (active, num_generated, position, tokens, logp, value), event = self.snapshots.pop(0)
         if event:
             event.synchronize()
         finished = []
         keep = dict.fromkeys(range(self.num_active))
-        for i, (name, is_active) in enumerate(zip(names, active.tolist())):
-            if is_active or name is None:
+        for i, (key, is_active) in enumerate(zip(keys, active.tolist())):
+            if is_active or key is None:
                 continue
             n = num_generated[i].item()
             v, q = value[i].tolist()
             response = Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)
-            finished.append((name, response))
-            self.length[name] = position[i].item()
-            slot = self.slots.index(name)
+            finished.append((key, response))
+            self.length[key] = position[i].item()
+            slot = self.slots.index(key)
             del keep[slot]
             if self.context == "window":
                 self.slots[slot] = None
             else:
-                self.responses[name] = response.ids
-            for later, *_ in self.snapshots:  # they show this slot as finished, too
-                later[later.index(name)] = None
+                self.responses[key] = response.ids
+            for later, *_ in self.snapshots:  # they make_prompts this slot as finished, too
+                later[later.index(key)] = None
         if finished:
             self.compact([*keep])
         return finished
 
     # ---- where sequences are, and how large the decode state is
     def compact(self, keep):
-        """Moves the slots `keep` to the front; what was there takes the places left behind."""
+        """Swaps the slots `keep` into [0, len(keep)). What was there, idle conversations in "full",
+        takes their old slots."""
         self.num_active = len(keep)
         moves = []
         gaps = sorted(set(range(self.num_active)) - set(keep))
@@ -420,11 +435,11 @@ class Sampler:
             if self.slots[behind] is not None:
                 moves.append((behind, gap))
         if moves:
-            span = max(self.length[self.slots[target]] for target, _ in moves)
-            self.state.copy_slots(moves, span)
+            kv_length = max(self.length[self.slots[target]] for target, _ in moves)
+            self.state.copy_slots(moves, kv_length)
 
     def ensure_capacity(self, slots, longest):
-        """Makes room for so many slots of that length."""
+        """Makes room for `slots` sequences of `longest` tokens."""
         state = self.state
         had = len(state.position), state.max_length
         if self.context == "full" and longest > state.max_length:
@@ -435,14 +450,14 @@ class Sampler:
             state.resize(*size)
             self.decoder = self.make_decoder()  # captured graphs hold the old addresses
 
-    def round_up(self, n, span):
+    def round_up(self, n, kv_length):
         """On a GPU, rounds numbers of slots and positions up, so that there are few sizes to
         capture, never a batch of one, and aligned masks."""
         if not self.gpu:
-            return n, span
+            return n, kv_length
         step = 2 if n <= 2 else 4 if n <= 16 else 16
-        wide = 256 if span <= 4096 else 1024
-        return -(-n // step) * step, -(-span // wide) * wide
+        wide = 256 if kv_length <= 4096 else 1024
+        return -(-n // step) * step, -(-kv_length // wide) * wide
 
     # ---- how it computes
     @torch.no_grad()
@@ -461,14 +476,14 @@ class Sampler:
                 raise ValueError("not every layer attends to all previous tokens, or the rotary "
                                  "embedding depends on the sequence length")
             self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-            self.decoder, mode = self.make_decoder(), (False, False)
+            self.decoder, mode = self.make_decoder(), Mode()
             find_error = check_against_reference if check else lambda sampler: ""
             if gpu or compile:
                 from runtime.compile import select_mode
-                modes = [(gpu, compile), (gpu, False), (False, compile), mode]
+                modes = [Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
                 if not check:
                     modes = [self.lm.sampling_modes.get((self.context, compile), modes[0])]
-                mode = select_mode(self, find_error, modes)
+                mode = select_mode(self, find_error, modes)  # it also sets make_decoder
             elif error := find_error(self):
                 raise ValueError(error)
             if check:
@@ -483,10 +498,10 @@ class Sampler:
 
 def generate_with_hf(sampler: Sampler) -> list:
     """Responses to all that was added, by Hugging Face generate, with V and Q from a scoring pass.
-    -> [(name, Response)]."""
+    -> [(key, Response)]."""
     lm = sampler.lm
-    names, sequences, uniforms = zip(*sampler.added)
-    sampler.added = []
+    keys, sequences, uniforms = zip(*sampler.waiting)
+    sampler.waiting = []
     uniforms = to_device_async(np.stack(uniforms), lm.device)
     logps = []  # of each step
     ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=-1,
@@ -503,7 +518,7 @@ def generate_with_hf(sampler: Sampler) -> list:
     model = lm.model
     settings = model.generation_config
     attention = model.config._attn_implementation
-    in_float32 = lm.head.register_forward_hook(  # logits are float32 everywhere else too
+    hook = lm.head.register_forward_hook(  # logits are float32 everywhere else too
         lambda head, inputs, output: output if output.dtype == torch.float32 else (
             float32_logits(inputs[0].flatten(0, -2), head).view(output.shape)))
     try:
@@ -514,7 +529,7 @@ def generate_with_hf(sampler: Sampler) -> list:
             max_new_tokens=sampler.max_new_tokens, eos_token_id=list(lm.stop_ids),
             pad_token_id=pad, logits_processor=transformers.LogitsProcessorList([force_token]))
     finally:
-        in_float32.remove()
+        hook.remove()
         model.generation_config = settings
         model.config._attn_implementation = attention
     sampled = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
@@ -522,8 +537,8 @@ def generate_with_hf(sampler: Sampler) -> list:
     v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
     sampler.tokens_encoded += sum(map(len, sequences))
     sampler.steps += len(logps)
-    rows = zip(names, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
-    return [(name, Response(x, logp[:len(x)], v, q)) for name, x, logp, (v, q) in rows]
+    rows = zip(keys, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
+    return [(key, Response(x, logp[:len(x)], v, q)) for key, x, logp, (v, q) in rows]
 
 
 # --------------------------------------------------- is the kv engine right? checked at the start
@@ -564,22 +579,22 @@ def check_against_reference(sampler: Sampler) -> str:
     try:
         lm.head.weight[lm.value_index] = random_readout_rows(lm)
         for _ in range(rounds):
-            for name, (ids, *_) in enumerate(sequences):
-                ids += check_prompt(lm, CHECK_PROMPTS[name], ids)[:room]
+            for key, (ids, *_) in enumerate(sequences):
+                ids += check_prompt(lm, CHECK_PROMPTS[key], ids)[:room]
                 u = rng.random(sampler.max_new_tokens, dtype=np.float32)
-                sequences[name][2].append(u)
-                sampler.added.append((name, [*ids], u))
+                sequences[key][2].append(u)
+                sampler.waiting.append((key, [*ids], u))
             sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
             finished = sampler.run(steps)
             sampler.is_stop.fill_(True)  # every token ends it
             while sampler.busy:
                 finished += sampler.run()
-            for name, response in finished:
-                ids, spans, responses = sequences[name]
+            for key, response in finished:
+                ids, spans, responses = sequences[key]
                 spans.append((len(ids), len(ids) + len(response.ids)))
                 ids += response.ids
                 responses[-1] = response, responses[-1][:len(response.ids)]
-        sampled, plain, exact = measure(sampler, sequences)
+        sampled, plain, exact = measured_and_expected(sampler, sequences)
     finally:
         lm.head.weight[lm.value_index] = saved_rows
         sampler.is_stop.copy_(stops)
@@ -601,14 +616,15 @@ def random_readout_rows(lm) -> torch.Tensor:
     return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
 
 
-def measure(sampler, sequences) -> tuple[dict, dict, dict]:
+def measured_and_expected(sampler, sequences) -> tuple[dict, dict, dict]:
     """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
-    same keys: the sampler's results, those of a plain pass, and those of a pass in float32.
+    same keys: the sampler's results, those of a plain forward pass, and those of one in float32.
 
-    The choice of a token is right if u is in the token's interval of the cumulative distribution.
-    The sampler's error is how far u is outside of the interval in float32; the error of a plain
-    pass is how much it moves the end of any interval. At temperature 0 the choice is right if no
-    token is likelier, and log-probs take the place of the intervals' ends."""
+    Log-probs, V and Q are compared as they are. For the choice of tokens: sampling by the inverse
+    cumulative distribution picks token k if cdf[k - 1] <= u < cdf[k]. So the sampler's error is the
+    distance of u from that interval, with the cdf of the float32 pass, and rounding explains the
+    largest difference between the cdfs of the two passes. In greedy decoding the chosen token must
+    be the likeliest one, and log-probs take the place of the cdf."""
     lm, temperature = sampler.lm, sampler.temperature
     batch = make_batch([sequence[:2] for sequence in sequences]).to(lm.device)
     responses, u = zip(*(pair for sequence in sequences for pair in sequence[2]))
@@ -655,7 +671,7 @@ def measure(sampler, sequences) -> tuple[dict, dict, dict]:
 # ------------------------------------------------------------------------------------ trajectories
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
-# Streams of random numbers. Attempt k at a game of an evaluation has the stream EVALUATION + k.
+# Streams of random numbers. Trial k of Reflexion (tools/prompted.py) has the stream EVALUATION + k.
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
@@ -713,18 +729,18 @@ def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def play_episode(traj, task, sampler, pool, seed, show):
-    """Plays one game -> (its turns, its PromptBuilder). This is a generator: at each `yield` it
-    waits for what it has asked of the game or the sampler, and `trajectories` sends the answer."""
+def play_episode(traj, task, sampler, pool, seed, make_prompts):
+    """Plays one game -> (its turns, its PromptBuilder). This is a generator: after a request to the
+    game or the sampler it yields, and `trajectories` sends it the answer."""
     from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     lm = sampler.lm
     turns = []
     conversation = []  # in "full", the token ids so far
     pool.start(traj, task)
-    obs, info = yield
+    obs, info = yield  # the game's answer
     builder = pool.env.prompt_builder(obs, info)
     while not (turns and turns[-1].done):
-        for prompt in show(traj, turns, builder):  # from the longest to the shortest
+        for prompt in make_prompts(traj, turns, builder):  # from the longest to the shortest
             ids = lm.chat.encode_user_turn(prompt, conversation)
             if len(conversation) + len(ids) <= sampler.limit:
                 break
@@ -735,11 +751,11 @@ def play_episode(traj, task, sampler, pool, seed, show):
             break
         u = uniform_numbers(seed, traj, len(turns), sampler.max_new_tokens)
         sampler.add(traj, conversation + ids, u)
-        response = yield
+        response = yield  # the sampler's Response
         text = lm.text(response.ids)
         action, valid = parse_action(text, pool.env.fallback, lm.chat.response_prefix)
         pool.step(traj, action)
-        obs, reward, terminated, truncated, info = yield
+        obs, reward, terminated, truncated, info = yield  # the game's answer
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=reward,
@@ -755,39 +771,41 @@ def play_episode(traj, task, sampler, pool, seed, show):
 
 
 def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
-                 max_num_seqs: int | None = None, history: int = 2, show: Callable | None = None,
-                 label: str = "rollout") -> Iterator[tuple]:
+                 max_num_seqs: int | None = None, history: int = 2,
+                 make_prompts: Callable | None = None, label: str = "rollout") -> Iterator[tuple]:
     """Plays every task once, max_num_seqs of them side by side (default: all), and yields (traj,
     turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
-    (default 0, 1, ...), which with `seed` determine the random numbers. show(traj, turns, builder)
-    can replace the environment's prompts. An episode whose next prompt does not fit is truncated,
-    and has no turns if that was its first. `label` names the progress bar.
+    (default 0, 1, ...), which with `seed` determine the random numbers. make_prompts(traj, turns,
+    builder) can replace the environment's prompts. An episode whose next prompt does not fit is
+    truncated, and has no turns if that was its first. `label` names the progress bar.
 
-    We wait for a game's answer ENV_LATENCY_STEPS decoding steps after it was asked, or when more
-    games than sequences are being computed. So what is decoded together does not depend on the
-    clock, and a rollout with the same weights repeats to the last bit."""
+    Games compute while the model decodes. The answer to an action is collected a fixed number of
+    decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
+    than for the model. The clock plays no role, so a rollout with the same weights repeats to the
+    last bit."""
     from runtime.cli import progress  # here, so that the sampler can be copied without it
-    show = show or (lambda traj, turns, builder: builder.prompts(sampler.context, history))
+    make_prompts = make_prompts or (
+        lambda traj, turns, builder: builder.prompts(sampler.context, history))
     waiting = [*zip(range(len(tasks)) if trajs is None else trajs, tasks)]
     playing = {}  # traj: its play_episode
-    asked = []  # (traj whose game is computing, the step at which it was asked), oldest first
+    pending = []  # (traj that waits for its game, decoding step of the request), oldest first
     sampler.forget()
     with progress(label, unit="turns") as bar:
         while waiting or playing:
             while waiting and len(playing) < (max_num_seqs or len(tasks)):
                 traj, task = waiting.pop(0)
-                playing[traj] = play_episode(traj, task, sampler, pool, seed, show)
+                playing[traj] = play_episode(traj, task, sampler, pool, seed, make_prompts)
                 playing[traj].send(None)  # it starts its game
-                asked.append((traj, sampler.steps))
+                pending.append((traj, sampler.steps))
             pool.load([task for _, task in waiting[:16]])  # in the background
-            steps = asked[0][1] + ENV_LATENCY_STEPS - sampler.steps if asked else None
+            steps = pending[0][1] + ENV_LATENCY_STEPS - sampler.steps if pending else None
             for traj, response in sampler.run(steps):
                 playing[traj].send(response)  # it acts
                 bar.update()
-                asked.append((traj, sampler.steps))
-            due = [traj for traj, step in asked
-                   if len(asked) > sampler.busy or step + ENV_LATENCY_STEPS <= sampler.steps]
-            asked = asked[len(due):]
+                pending.append((traj, sampler.steps))
+            due = [traj for traj, step in pending
+                   if len(pending) > sampler.busy or step + ENV_LATENCY_STEPS <= sampler.steps]
+            pending = pending[len(due):]
             for traj, answer in zip(due, pool.gather(due)):
                 try:
                     playing[traj].send(answer)  # it asks the sampler
@@ -801,10 +819,11 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
 def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
     """Plays every task, with the options of `trajectories` -> all turns, ordered by trajectory and
     turn. A task whose first prompt does not fit has none. ValueError: no task's prompt fits."""
+    from runtime.distributed import world_size  # here, as above
     turns = []
     for _, played, builder in trajectories(sampler, tasks, pool, **options):
         turns += played
-    if tasks and not turns:
+    if tasks and not turns and world_size() == 1:  # other ranks may have turns
         room = sampler.lm.max_length - sampler.max_new_tokens
         raise ValueError(
             f"the first prompt of {builder.info['task']!r}, and of every other task, needs more "

@@ -123,7 +123,8 @@ def check_shapes(*tensors) -> None:
 
 
 def denominator(denom, mask, *tensors):
-    """What a loss divides its sum by: `denom`, or the number of entries, at least 1."""
+    """What a loss divides its sum by: `denom`, or the number of entries, at least 1. It also checks
+    that the tensors have one shape."""
     check_shapes(*tensors, mask)
     if denom is not None:
         return denom
@@ -162,6 +163,7 @@ def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tenso
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
     unclipped, clipped = (p - y) ** 2, (p_clip - y) ** 2
     loss = 0.5 * torch.maximum(unclipped, clipped).sum() / denom  # Eq. 11
+    # both conditions, because rounding alone can make `clipped` the larger one
     beyond = (clipped > unclipped) & ((p - p_old).abs() > clip)
     info = {"clip_fraction": beyond.sum() / denom, "saturated": (p.abs() >= 1).sum() / denom}
     return loss, {k: x.detach() for k, x in info.items()}
@@ -233,8 +235,8 @@ def explained_variance(value: Tensor, target: Tensor) -> float:
 
 
 def per_trajectory(traj, group, score):
-    """(N,) over turns -> score and group of each trajectory (K,), and each turn's row in them
-    (N,)."""
+    """Collapses (N,) over turns to one entry per trajectory -> score (K,), group (K,), and the
+    trajectory's index for each turn (N,)."""
     ids, row = traj.unique(return_inverse=True)
     group_of = torch.zeros_like(ids).scatter_(0, row, group.unique(return_inverse=True)[1])
     score_of = torch.zeros(len(ids), dtype=torch.float64, device=score.device)

@@ -1897,10 +1897,10 @@ def test_sampler_refuses_names_in_use_and_unrelated_conversations():
     lm = random_tiny()
     for context in ("window", "full"):
         sampler = Sampler(lm, context=context, max_new_tokens=4, temperature=0.0)
-        with pytest.raises(ValueError, match="None is not a valid name"):
+        with pytest.raises(ValueError, match="None is not a valid key"):
             sampler.add(None, [5])
         sampler.add("a", [5, 6])
-        with pytest.raises(ValueError, match="the sequence named 'a' has no response yet"):
+        with pytest.raises(ValueError, match="the sequence with key 'a' has no response yet"):
             sampler.add("a", [5, 6])
         (_, response), = sampler.run()
         past = [5, 6] + response.ids
@@ -1913,7 +1913,7 @@ def test_sampler_refuses_names_in_use_and_unrelated_conversations():
         assert found.ids == expected.ids and found.v == pytest.approx(expected.v, abs=1e-4)
         sampler.drop("a")
         sampler.add("a", [9])
-    with pytest.raises(ValueError, match="2 names, 1 sequences and 2 rows"):
+    with pytest.raises(ValueError, match="2 keys, 1 sequences and 2 rows"):
         sampler([1, 2], [[5]], [[0.5] * 4] * 2)
 
 
@@ -2709,7 +2709,7 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--lr", 1e-4, "--out", run)
     with pytest.raises(SystemExit, match="another --out"):
         run_main(train, monkeypatch, "--model", run / "final", "--out", run)
-    with pytest.raises(SystemExit, match="--lr is 0.0001 there"):
+    with pytest.raises(SystemExit, match="--lr was 0.0001"):
         run_main(train, monkeypatch, "--resume", "--out", run, "--lr", 2e-4)
     run_main(train, monkeypatch, "--resume", "--out", run, "--iterations", 2,
              "--max_num_seqs", 2)
@@ -2969,7 +2969,7 @@ def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, mo
     lines = said.out.splitlines()
     assert "skipping" in said.err and [*lines[2:4], lines[-1]] == [
         "| with | 2 | 80.0 ± 10.0 | 40.0 ± 5.0 | 40.0 ± 10.0 | 560 ± 80 | 40 ± 10 | 40 ± 10 |",
-        "| without | 2 | 50.0 ± 10.0 | 25.0 ± 5.0 | 23.8 ± 8.8 | ≥ 560 (1 of 2 do) | – | – |",
+        "| without | 2 | 50.0 ± 10.0 | 25.0 ± 5.0 | 23.8 ± 8.8 | ≥ 560 (1 of 2 reach it) | – | – |",
         "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | ≥ +0 |"]
     assert evaluation.comparison(runs[2:] + runs[:2], 0.5).endswith("| ≤ +0 |")
     assert evaluation.comparison(runs, 1.0).endswith("| – |")

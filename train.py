@@ -6,7 +6,8 @@
     python train.py --resume --out RUN                             continues an interrupted run
 
 The file reads from the top: the loop, the gradient step, `Learner` (what SAPO computes), batches,
-`Run` (checkpoints, log), `Config` (one flag per field), and last the methods SAPO is compared with.
+`Run` (checkpoints, log), `Config` (one flag per field), `run` (a whole run), and last the methods
+SAPO is compared with.
 In shapes, N turns and M response tokens are those of this rank; sums and means take in all ranks.
 """
 import contextlib
@@ -32,9 +33,9 @@ from rollout import ROLLOUT, SHUFFLE, TASKS, Turn, rollout
 from runtime.checkpoint import (Clock, RunDir, default_run_name, init_wandb, iterations_of,
                                 read_json, read_tensors, wandb_names, write_file, write_folder)
 from runtime.cli import choose_threads, one_line_errors, out_of_memory, parser_for, progress
-from runtime.distributed import (Stopped, all_gather_list, all_reduce_sum, barrier,
-                                 broadcast_object, init_distributed, mean, print0, process_group,
-                                 rank, stop, world_size)
+from runtime.distributed import (Stopped, all_gather_list, all_reduce_sum, announce_stop,
+                                 barrier, begin_update, broadcast_object, init_distributed, mean,
+                                 print0, process_group, rank, stop, world_size)
 from runtime.optim import AdamW
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
@@ -93,7 +94,8 @@ def optimizer_step(model, optimizer, infos):
     values = torch.stack(values).tolist() if values else []  # one host sync for all of them
     infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
     out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
-    out |= {k: min(x, 1.0) for k, x in out.items() if k.endswith(("fraction", "saturated"))}
+    out |= {k: min(x, 1.0) for k, x in out.items()  # rounding may exceed 1
+            if k.endswith(("fraction", "saturated"))}
     finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
     if finite:
         optimizer.step()
@@ -120,7 +122,7 @@ class Targets(NamedTuple):
     adv: torch.Tensor  # (M,) the normalized advantage of every response token, Eq. 7
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
-    returns: torch.Tensor  # (N,) the discounted return from each turn on; PPO: the undiscounted
+    returns: torch.Tensor  # (N,) discounted, from each turn on; PPO: undiscounted, of the episode
     y_v: torch.Tensor = None  # (N,) the targets of Eq. 6 over R_max; (M,) in PPO
     y_q: torch.Tensor = None
 
@@ -134,7 +136,7 @@ class Learner:
         self.lm, self.config, self.clock = lm, config, Clock()
         if config.beta:
             self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
-        # the trained models, by the suffix of their numbers' names in metrics.jsonl
+        # the trained models, by the suffix of their metrics' names
         self.models = {"": lm.model} | ({"_critic": self.critic} if self.critic else {})
         state_dtype = getattr(torch, config.optim_state_dtype)
         self.optimizers = {suffix: AdamW(model.parameters(), config.lr, state_dtype=state_dtype)
@@ -144,12 +146,13 @@ class Learner:
 
     def score_behaviour_policy(self, batch, minibatches) -> BehaviourScores:
         """Line 3: one forward pass gives the old log-probs, V_old and Q_old. With --old_logprobs
-        rollout, all of them are the sampler's, and only one micro-batch is scored, for the log."""
+        rollout, they are the sampler's, and only the last micro-batch goes through a forward pass,
+        for sampler_logprob_diff."""
         self.clock.record("rollout")  # all that came before in this iteration
         from_sampler = self.config.old_logprobs == "rollout"
         micros = [micro for minibatch in minibatches for micro in minibatch]
         if from_sampler:
-            micros = micros[-1:]  # the one with the longest sequences
+            micros = micros[-1:]  # so its tokens are the last ones of batch.logp
         scores = score_all(self.lm, [micros], "old_logprobs")  # SAPO: no second model is run
         sampled = batch.logp[len(batch.logp) - len(scores.logp):]
         sums = all_gather_list([((scores.logp - sampled).abs().double().sum().item(),
@@ -192,7 +195,7 @@ class Learner:
         decay = 1 - (1 - c.lr_final_fraction) * iteration / c.iterations
         metrics = {}
         for suffix, model in self.models.items():
-            loss = self.loss_critic if suffix else self.loss
+            loss = self.loss_critic if suffix else self.loss  # the policy has no suffix
             optimizer = self.optimizers[suffix]
             optimizer.param_groups[0]["lr"] = (c.critic_lr if suffix else c.lr) * decay * warmup
             infos = self.accumulate_within_memory(
@@ -205,8 +208,8 @@ class Learner:
         self.failed = self.failed + 1 if skipped else 0
         if self.failed == MAX_FAILED_STEPS:
             raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from "
-                             f"the last good weights with --model {c.out}/checkpoint-N --out NEW "
-                             "and a lower --lr")
+                             "the last good weights with --model RUN/checkpoint-N --out NEW and a "
+                             "lower --lr")
         return metrics
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
@@ -323,10 +326,14 @@ def make_samples(turns: list[Turn], context: str) -> list:
 
 def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list]:
     """Shuffles all ranks' samples in the same order and splits them into ceil(turns / mini_batch)
-    mini-batches of nearly equal size (fewer if a sample is longer). Returns this rank's turns, and
-    for each mini-batch the list of this rank's micro-batches, which may be empty."""
+    mini-batches of nearly equal size (fewer if one sample has more turns than a mini-batch).
+    Returns this rank's turns, and for each mini-batch the list of this rank's micro-batches, which
+    may be empty."""
     mine = {(s[2][0].traj, s[2][0].turn): s for s in make_samples(turns, config.context)}
     sizes = all_gather_list([(key, len(members)) for key, (*_, members) in mine.items()])
+    if not sizes:
+        raise ValueError("the first prompt of every task is too long: raise --max_prompt, or lower "
+                         "--max_new_tokens")
     keys, sizes = zip(*sorted(sizes))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
     sizes = np.array(sizes)[order]
@@ -455,7 +462,7 @@ class Run:
     def update(self, minibatches) -> Iterator[list]:
         """Yields the mini-batches, with a progress bar. Weights change now, so from here on a
         signal waits until the iteration is finished."""
-        all_gather_list([], finish=True)
+        begin_update()
         models, optimizers = len(self.learner.models), self.learner.optimizers.values()
         with progress("update", padded_tokens(minibatches) * models, "tokens") as bar:
             for minibatch in minibatches:
@@ -469,7 +476,7 @@ class Run:
             if kind is Stopped:
                 stop.may_abandon = False
                 if not error.agreed:
-                    all_gather_list([])  # tells the other ranks
+                    announce_stop()
                 self.save()
                 print0(f"saved {self.done} iterations; continue with --resume --out "
                        f"{self.config.out}" if self.done else
@@ -500,9 +507,11 @@ class Run:
         """Adds metrics of the rollout to those of the update, over all ranks, prints a line, and
         appends them to metrics.jsonl:
 
+        iteration                          from 0
         episodes, turns                    numbers of them
         tokens_encoded, tokens_sampled     prompt tokens and response tokens of the sampler
         success, score                     means over episodes, sampled at temperature 1
+        success_by_category                the same for each category of tasks
         valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
         truncated, context_overflow        fractions of episodes that ended early, for any reason,
                                            and because the next prompt did not fit
@@ -632,8 +641,8 @@ class Config:
     seed: int = 0  # random seed
     iterations: int = 150  # number of iterations, each a rollout and an update
     algo: Literal[ALGOS] = "sapo"  # the method
-    batch_size: int = 128  # |B|: trajectories per iteration; --group_size of them share a task
-    group_size: int = None  # trajectories per task; default 8 for group-based methods, else 1
+    batch_size: int = 128  # |B|: trajectories (not turns) per iteration
+    group_size: int = None  # trajectories of the same task; default 8 if grouped, else 1
     context: Literal["window", "full"] = "window"  # a new prompt each turn, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our sampler; hf: transformers' generate
     max_num_seqs: int = None  # games played side by side; default all of an iteration
@@ -705,7 +714,7 @@ def parse_config(argv: list[str] = ()) -> Config:
     if asked.resume and (Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}):
         stored = {k: v for k, v in RunDir(out).settings().items() if hasattr(asked, k)}
     config = Config(**defaults | stored | given | {"out": out})
-    conflicts = [f"--{k} is {v} there" for k, v in stored.items()
+    conflicts = [f"--{k} was {v}" for k, v in stored.items()
                  if k not in RESUME_MUTABLE and getattr(config, k) != v]
     if conflicts:
         raise ValueError(f"--resume: {out} was started with different settings "
@@ -736,6 +745,10 @@ def check(c: Config) -> None:
     for k in envs.OPTIONS:
         if k not in envs.env_class(c.env).flags and getattr(c, k) != getattr(Config, k):
             raise ValueError(f"--{k} has no effect with --env {c.env}")
+    for k in ("iterations", "batch_size", "group_size", "horizon", "max_new_tokens", "mini_batch",
+              "tokens_per_micro_batch", "save_every"):
+        if getattr(c, k) < 1:
+            raise ValueError(f"--{k} must be at least 1")
     if c.batch_size % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is GroupBased:
         raise ValueError(f"--group_size {c.group_size} does not divide --batch_size "
                          f"{c.batch_size}, or is too small for --algo {c.algo} to compare "
@@ -866,14 +879,14 @@ class GroupBased(PolicyLearner):
     def estimate(self, traj, turn, state, reward, entropy) -> torch.Tensor:
         """(N,) over the turns of all ranks -> advantages (N,)."""
         algo, reward = self.config.algo, reward.double()
-        score = episode_returns(traj, reward)
+        returns = episode_returns(traj, reward)
         group = traj // self.config.group_size  # a task's trajectories have consecutive numbers
         if algo == "rloo":
-            return rloo_advantages(traj, group, score)
+            return rloo_advantages(traj, group, returns)
         if algo.startswith("gigpo"):
             return gigpo_advantages(traj, turn, group, state, reward, gamma=self.config.gamma,
                                     std=algo == "gigpo")
-        adv = grpo_advantages(traj, group, score)
+        adv = grpo_advantages(traj, group, returns)
         return empg_advantages(adv, traj, turn, entropy) if algo == "empg" else adv
 
 
@@ -916,11 +929,11 @@ class PPO(SeparateCritic):
     def targets(self, batch, old):
         c, value = self.config, old.p_v
         returns = episode_returns(batch.traj, batch.reward)
-        score = (returns - c.c_inv * batch.invalid) / c.r_max
+        reward = (returns - c.c_inv * batch.invalid) / c.r_max
         columns = torch.arange(c.max_new_tokens, device=value.device)
         mask = columns < batch.turn_of.bincount()[:, None]  # (N, T)
         table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)
-        adv, y_v = (x[mask] for x in token_gae(table, mask, score))
+        adv, y_v = (x[mask] for x in token_gae(table, mask, reward))
         adv = normalize_advantages(adv, group=process_group())
         v = c.r_max * table[:, 0]
         return Targets(adv, v, torch.zeros_like(v), returns, y_v)

@@ -75,53 +75,54 @@ class CudaGraphs:
     def __init__(self, step):
         self.step, self.graphs, self.memory, self.works = step, {}, None, True
 
-    def __call__(self, n, span):
-        if self.graphs.get((n, span)):
-            return self.graphs[n, span].replay()
-        self.step(n, span)  # the first step of a size runs eagerly: a capture needs a warm-up
-        if self.works and (n, span) not in self.graphs:
+    def __call__(self, n, kv_length):
+        if self.graphs.get((n, kv_length)):
+            return self.graphs[n, kv_length].replay()
+        self.step(n, kv_length)  # the first step of a size runs eagerly: a capture needs a warm-up
+        if self.works and (n, kv_length) not in self.graphs:
             try:
-                self.graphs[n, span] = self.capture(n, span)
+                self.graphs[n, kv_length] = self.capture(n, kv_length)
             except RuntimeError as error:
                 if out_of_memory(error):
-                    self.graphs[n, span] = None
-                    warn(f"no memory left to capture a decoding step of {n} slots and {span} "
+                    self.graphs[n, kv_length] = None
+                    warn(f"no memory left to capture a decoding step of {n} slots and {kv_length} "
                          "positions: it runs eagerly, which is slower. A lower --max_num_seqs "
                          "leaves more memory")
                 else:
                     self.works = False
                     warn(f"CUDA graphs are not used, because a capture failed: {error}")
 
-    def capture(self, n, span):
+    def capture(self, n, kv_length):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.current_stream()):  # restored if the capture fails
             with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-                self.step(n, span)
+                self.step(n, kv_length)
         self.memory = graph.pool()  # graphs run one at a time, so they can share memory
         return graph
 
 
 def select_mode(sampler, find_error, modes):
-    """Puts a rollout.Sampler into the first of `modes`, pairs (CUDA graphs, torch.compile), in
+    """Puts a rollout.Sampler into the first of `modes`, rollout.Mode(cuda_graphs, compiled), in
     which find_error(sampler) returns "" -> that mode. ValueError: the error of the last."""
     state = sampler.state
     eager = state.backbone, state.sample, state.update_state
     for mode in dict.fromkeys(modes):
-        graphs, compiles = mode
-        state.backbone, state.sample, state.update_state = eager if not compiles else (
+        state.backbone, state.sample, state.update_state = eager if not mode.compiled else (
             compiled_layers(eager[0]), compiled(eager[1]), compiled(eager[2]))
-        sampler.make_decoder = (lambda: CudaGraphs(sampler.decode_one_token)) if graphs else (
-            lambda: sampler.decode_one_token)
+        sampler.make_decoder = lambda: sampler.decode_one_token
+        if mode.cuda_graphs:
+            sampler.make_decoder = lambda: CudaGraphs(sampler.decode_one_token)
         sampler.decoder = sampler.make_decoder()
         try:
             error = find_error(sampler)
         except Exception as raised:  # kernels fail in ways of their own
-            if mode == (False, False):
+            if not any(mode):
                 raise
             error = f"{type(raised).__name__}: {raised}"
         if not error and getattr(sampler.decoder, "works", True):
             return mode
-        if error and mode != (False, False):
-            name = " and ".join(["CUDA graphs"] * graphs + ["torch.compile"] * compiles)
+        if error and any(mode):
+            name = " and ".join(["CUDA graphs"] * mode.cuda_graphs
+                                 + ["torch.compile"] * mode.compiled)
             warn(f"sampling does not use {name}: {error}")
     raise ValueError(error)

@@ -73,6 +73,17 @@ def all_gather_list(items: list, finish: bool = False) -> list:
     return [x for _, part in lists for x in part]
 
 
+def begin_update() -> None:
+    """To be called by all ranks before weights change. It stops all of them if one was told to
+    stop; from here on, a signal waits until the iteration is finished."""
+    all_gather_list([], finish=True)
+
+
+def announce_stop() -> None:
+    """Tells the other ranks, in their next exchange of objects, that this one was told to stop."""
+    all_gather_list([])
+
+
 def broadcast_object(value):
     """Returns rank 0's value on every rank. Used where ranks would each read a file, because they
     might find different things in it."""

@@ -263,7 +263,7 @@ def samples_of(lm, turns, context, config):
     sample with the label as response. In "full", the responses are what was executed, because the
     conversation continues from there, and only those equal to the label are trained on."""
     builder, samples = envs.env_class(config.env).prompt_builder(*turns[0][:2]), []
-    end = lm.chat.encode_user_turn("-", [None])[0]  # the token that ends a turn
+    end = lm.chat.end_of_turn_id()
     for n, turn in enumerate(turns):
         if n > 0:
             builder.record(turns[n - 1].executed, turn.obs, turn.info)

@@ -37,13 +37,13 @@ def run_trials(sampler, games, pool, *, style, seed=0, max_num_seqs=MAX_NUM_SEQS
     """Plays {number: game} and yields (number, episode_record), as eval.run_episodes does.
     Reflexion plays a game up to TRIALS times, and yields a record each time."""
     lessons = {number: [] for number in games}
-    show = None if style == "plain" else (
+    make_prompts = None if style == "plain" else (
         lambda number, turns, builder: react_prompts(turns, builder, lessons[number]))
     for trial in range(TRIALS if style == "reflexion" else 1):
         stream, failed = (seed, 0, EVALUATION + trial), {}
         for number, turns, builder in trajectories(
                 sampler, [*games.values()], pool, trajs=games, max_num_seqs=max_num_seqs,
-                seed=stream, history=history, show=show):
+                seed=stream, history=history, make_prompts=make_prompts):
             about = {"trials": trial + 1, "lessons": [*lessons[number]]}
             yield number, episode_record(pool.env, games[number], turns, builder) | about
             if not builder.info["won"]:
