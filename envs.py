@@ -485,7 +485,7 @@ class AlfWorld(Env):
 class WebShop(Env):
     """The shop of simulators/webshop.py, with the original's pages. A task id is the number of a
     goal, in the original's order. score is the original's reward; the step that buys with a score
-    of exactly 1 gets REWARD. results/README.md lists the differences from the original."""
+    of exactly 1 gets REWARD. results/NOTES.md lists the differences from the original."""
 
     role = ("You shop in an online store by typing commands: search[words of your own] looks "
             "through its catalogue, click[...] follows a link or a button or chooses an option. "

@@ -1,1 +1,1 @@
-"""The worlds of ALFWorld and WebShop, and how household tasks are solved."""
+"""What envs.py wraps: the simulators of ALFWorld and WebShop, and the household expert."""

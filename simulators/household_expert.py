@@ -1,5 +1,5 @@
-"""How household tasks are solved, by looking through the places one after another: the expert of
-`house`, and of tools/imitate.py's demonstrations. It is not needed to understand SAPO."""
+"""A scripted expert for household tasks, which searches the places one after another: the expert of
+`house`, and the demonstrator of tools/imitate.py. It is not needed to understand SAPO."""
 
 APPLIANCES = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}  # one of each per house
 LAMP = "desklamp 1"
@@ -14,17 +14,17 @@ def verb_of(category):  # what its tasks want done: clean, heat, cool or None
 
 
 class HouseholdExpert:
-    """Solves household tasks. It looks through the places in their order and uses only what the
-    agent sees as well, so that a model can learn to do the same.
+    """Solves household tasks. It searches the places in order and uses only what the agent has
+    seen, so that a model can learn to do the same.
 
     A subclass has goal: the types (object, place); category; verb: clean, heat, cool or None;
-    places: all names, in order; begin: the place to look at first; at, holding: names or None;
-    closed(place) and inside(place), of the place where it stands; treated(thing): whether the verb
-    was applied; placed(any_state): how many of the objects are where they should be."""
+    places: all names, in order; begin: the first place to search; at, holding: names or None;
+    closed(place) and inside(place), for the place where the agent is; treated(thing): whether the
+    verb was applied; placed(any_state): how many of the objects are at the destination."""
 
     def advice(self, forgetful=False):
-        """-> (thought, next command). The forgetful one skips the washing, heating, cooling, the
-        lamp and the second object, and then idles."""
+        """-> (thought, next command). The forgetful expert skips washing, heating, cooling, the
+        lamp and the second object, and then does nothing useful."""
         (obj, dest), here, thing = self.goal, self.at, self.holding
         if forgetful and (self.in_hand() if self.needs_lamp() else self.placed(any_state=True)):
             return "done", f"examine {thing}" if self.needs_lamp() else "look"
@@ -50,7 +50,7 @@ class HouseholdExpert:
         return self.holding is not None and type_of(self.holding) == self.goal[0]
 
     def stores(self, place):
-        """Whether objects in this place are where and as they should be, and are left there."""
+        """Whether objects in this place are done, so that they are left there."""
         return type_of(place) == self.goal[1] and self.verb is None and not self.needs_lamp()
 
     def find(self, obj):
@@ -59,7 +59,7 @@ class HouseholdExpert:
         return self.onward() if not found or self.stores(here) else f"take {found[0]} from {here}"
 
     def onward(self):
-        """Opens the place where it stands, or goes to the next one."""
+        """Opens the current place, or goes to the next one."""
         if self.at is None:
             return f"go to {self.begin}"
         if self.closed(self.at):

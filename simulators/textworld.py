@@ -1,10 +1,10 @@
-"""TextWorld, the engine of ALFWorld's games: starting it, and shortcuts for it.
+"""TextWorld, the engine of ALFWorld's games, made faster.
 
-TextWorld parses the same grammar again and again, copies deeply what nobody changes, sorts the same
+TextWorld parses the same grammar again and again, deep-copies what nobody changes, sorts the same
 facts for every query, and translates every game four times. `patched_textworld` replaces those
-functions while a game is loaded or makes a step, and puts the originals back. The answers are the
-same, byte for byte, and a step is some eighteen times faster. Only TextWorld 1.7.0 is touched,
-which without this does not run on Python 3.13. """
+functions while a game is loaded or makes a step, and restores them afterwards. The answers are the
+same, byte for byte, and a step is 18 times as fast. Only TextWorld 1.7.0 is patched, which needs it
+to run on Python 3.13."""
 import contextlib
 import copy
 import functools
@@ -15,13 +15,13 @@ import os
 
 
 def shallow(x):
-    """Instead of deepcopy: a grammar's symbols change only in their context, which is always
-    set just before it is used."""
+    """A replacement for deepcopy: of a grammar's symbols only the context changes, and it is always
+    set before it is used."""
     return [copy.copy(y) for y in x] if isinstance(x, list) else copy.copy(x)
 
 
 def sorted_state(PddlState):
-    """A subclass that keeps a signature's facts in the order in which every query sorts them."""
+    """A subclass that keeps the facts of a signature sorted, as every query needs them."""
 
     class State(PddlState):
         def __init__(self, *args):
@@ -50,8 +50,8 @@ def sorted_state(PddlState):
 
 @functools.cache
 def shortcuts():
-    """[(module or class, name, replacement)]. Empty for every version but 1.7.0, whose insides the
-    replacements were compared with."""
+    """[(module or class, name, replacement)] for TextWorld 1.7.0, with which the replacements were
+    compared; empty for every other version."""
     import textworld.version
     if textworld.version.__version__ != "1.7.0":
         return []
@@ -66,12 +66,12 @@ def shortcuts():
         return shallow(parse_grammar(text, rule_name=rule_name))
 
     def derive(symbol, context=None):
-        # the original adds the variables to locals(), which Python 3.13 no longer looks into
+        # the original adds the variables to locals(), which Python 3.13 no longer reads
         variables = (context or symbol.context)["variables"]
         return [textgen.TerminalSymbol(eval(symbol.expression, vars(textgen), dict(variables)))]
 
     def pddl2sas(domain, problem, verbose=False, optimize=False):
-        return translate(domain, problem)  # optimizing serves a planner that is never asked
+        return translate(domain, problem)  # `optimize` is for a planner that is never used
 
     return [
         (textgen, "deepcopy", shallow),  # safe only together with the next
@@ -80,15 +80,15 @@ def shortcuts():
         (Rule, "parse_conjunctive_query",
          staticmethod(functools.cache(Rule.parse_conjunctive_query))),
         (fast_downward, "pddl2sas", pddl2sas),
-        # load() and reset() build the same state, and this hands reset() the one that load() made.
-        # A reset() without a load() before it would therefore get a state that has been played.
+        # load() and reset() build the same state, so reset() can have the one that load() made;
+        # a reset() without a load() before it would get a state that has been played
         (logic, "PddlState", functools.lru_cache(1)(sorted_state(logic.PddlState)))]
 
 
 @contextlib.contextmanager
 def patched_textworld():
-    """TextWorld with its shortcuts, and without the garbage collector, which takes a third of a
-    translation's time. Afterwards everything is as it was."""
+    """Within this context, TextWorld is patched and the garbage collector is off, which would take
+    a third of the time of a translation."""
     originals = [(where, name, vars(where)[name]) for where, name, _ in shortcuts()]
     gc.disable()
     try:
@@ -124,8 +124,7 @@ def game_folders(root, split):
 
 
 def packages(root):
-    """-> textworld, and what ALFWorld wraps its games in. They are imported here, because other
-    environments do without them."""
+    """Imports textworld and ALFWorld's wrapper, which other environments do not need."""
     if not os.environ.get("ALFWORLD_DATA"):
         os.environ["ALFWORLD_DATA"] = os.path.dirname(root)  # else alfworld makes its own folder
     try:
@@ -138,8 +137,7 @@ def packages(root):
 
 
 class Engine:
-    """Plays one game of ALFWorld after the other. A state has feedback, admissible_commands and
-    won."""
+    """Plays ALFWorld games, one after the other. A state has feedback, admissible_commands, won."""
 
     game = None
 
@@ -150,8 +148,8 @@ class Engine:
         if not os.path.isfile(path):
             raise ValueError(f"alfworld: no game {path}")
         if shortcuts():
-            # TextWorld remembers every fact of every game that it has loaded, nearly a megabyte a
-            # game. Games that are being played do not need that: facts are compared by value.
+            # TextWorld keeps all facts of every game it has loaded, nearly a megabyte per game;
+            # games that are being played do not need them, because facts are compared by value
             from mementos.core import _memento_cache
             _memento_cache.clear()
         with patched_textworld():

@@ -7,11 +7,10 @@
     shop.score                                 the original's reward of the last command, 0 to 1
     shop.expert()                              commands that score 1 from here, or None
 
-The file reads upwards from text to pages: how text becomes search terms, the catalogue and its
-index, the goals, the reward, and the shop. Lines that look odd repeat the original's oddities,
-because its scores are compared with ours; results/README.md lists the deliberate departures.
-
-Nothing here knows of reinforcement learning. envs.WebShop makes an environment of a Shop.
+The file reads from text to pages: how text becomes search terms, the catalogue and its index, the
+goals, the reward, and the shop. Lines that look odd reproduce the original's oddities, so that
+scores can be compared; results/NOTES.md lists the deliberate departures. envs.WebShop makes an
+environment of a Shop.
 """
 import difflib
 import fcntl
@@ -31,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import regex  # the standard library's re does not know the Unicode properties of word boundaries
+import regex  # re lacks the Unicode properties of word boundaries
 from nltk.stem.porter import PorterStemmer
 from tqdm import tqdm
 
@@ -50,8 +49,8 @@ turquoise violet walnut wheat white wine yellow""".split()
 
 @functools.cache
 def tokenizer():
-    """Lucene's StandardTokenizer: the word boundaries of Unicode's UAX #29. Of the pieces between
-    them it keeps those with a letter, a digit, an ideograph or a pictograph."""
+    """Lucene's StandardTokenizer: the word boundaries of Unicode's UAX #29. It keeps the pieces
+    with a letter, a digit, an ideograph or a pictograph."""
     marks = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*"  # these belong to the character before them
 
     def wb(*names):
@@ -72,7 +71,7 @@ def tokenizer():
                          r"|\p{Line_Break=Complex_Context}+", regex.V1)
 
 
-# Lucene's: Martin Porter's own program, which differs from his paper in a few endings.
+# as in Lucene: Martin Porter's own program, which differs from his paper in a few endings
 stem = PorterStemmer(mode="MARTIN_EXTENSIONS").stem
 
 
@@ -83,8 +82,8 @@ def terms_between_blanks(text):
 
 
 def terms(text):
-    """Text -> the terms that are indexed and searched: Lucene's English analyzer. No word has a
-    blank inside, so that the cache works on the pieces between blanks, most of which repeat."""
+    """Text -> the terms that are indexed and searched, as by Lucene's English analyzer. The pieces
+    between blanks are cached, because most of them repeat."""
     return [term for piece in text.lower().split() for term in terms_between_blanks(piece)]
 
 
@@ -96,7 +95,7 @@ def key_of(term):
 
 
 def rounded_length(n):
-    """A document's length as Lucene keeps it in a byte: exact below 40, then to four bits."""
+    """A document's length as Lucene stores it in a byte: exact below 40, then with four bits."""
     if n < 40:
         return n
     shift = (n - 24).bit_length() - 4
@@ -114,13 +113,13 @@ def data_files(data):
     for path in files:
         if not os.path.isfile(path):
             raise FileNotFoundError(
-                f"webshop: {path} does not exist. The gdown commands in results/README.md fetch "
+                f"webshop: {path} does not exist. The gdown commands in results/NOTES.md fetch "
                 "WebShop's catalogue; --data (or WEBSHOP_DATA) names its folder")
     return files + [os.path.join(data, "title_nouns.json")]
 
 
 def json_items(path, chunk=1 << 22):
-    """The elements of a JSON array, one at a time: the whole catalogue has five gigabytes."""
+    """The elements of a JSON array, one at a time, because the whole catalogue is 5 GB."""
     decode, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
     with open(path, encoding="utf-8") as file:
         text, at = file.read(chunk), 1  # after the array's bracket
@@ -185,9 +184,9 @@ def document(product):
 
 # ----------------------------------------------------------------------------------- the catalogue
 
-BEST = 50  # products that a search finds at most
-# What the index knows of a product: its prices, of which high is NaN if there is only one; how many
-# synthetic goals it has, -1 if it has no instruction; how many human goals.
+BEST = 50  # maximum number of products that a search finds
+# What the index stores of a product: its prices (high is NaN if there is only one), the number of
+# its synthetic goals (-1: it has no instruction) and of its human goals.
 FACTS = [("asin", "S10"), ("low", float), ("high", float), ("synthetic", int), ("human", int)]
 
 
@@ -222,8 +221,8 @@ class Catalogue:
 
     @functools.lru_cache(1 << 12)
     def search(self, query):
-        """The BEST products for a query: Lucene's BM25 with k1 = 0.9 and b = 0.4, in its precision.
-        Ties stand in the order of their asins."""
+        """The BEST products for a query by Lucene's BM25 (k1 = 0.9, b = 0.4, in float32 as there).
+        Ties are in the order of their asins."""
         scores, one = np.zeros(len(self.facts)), np.float32(1)
         for term, times in Counter(terms(query)).items():
             key = key_of(term)
@@ -242,7 +241,7 @@ class Catalogue:
 
 
 def index_folder(files):
-    """Where the index is kept. The name changes with the files, and with what is kept of them."""
+    """The folder of the index. Its name depends on the files and on the format of the index."""
     version = 4
     stamps = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
               for path in files if os.path.isfile(path)]
@@ -252,7 +251,7 @@ def index_folder(files):
 
 
 def build_index(files, folder):
-    """Builds in another folder and renames it, so that an index appears whole or not at all."""
+    """Builds the index in another folder and renames that, so that it is never incomplete."""
     new = f"{folder}.new"
     shutil.rmtree(new, ignore_errors=True)  # a killed build may have left one
     os.mkdir(new)
@@ -308,16 +307,15 @@ ORIGINAL_SPLITS = {"test_500": slice(0, 500), "eval_1000": slice(500, 1500),
 
 
 class Goals:
-    """What the shopper is asked for: the original's goals in the original's order, and the prices
-    that are drawn with them.
+    """The original's goals in the original's order, and the prices that are drawn with them.
 
     goals[i] -> {text, asin, options, attributes, price_upper, title, query, category,
     product_category, nouns}
-    drawn     one row a goal: product, part: which of its goals, cap: the highest price"""
+    drawn     a row per goal: product, part (which of its goals), cap (the highest price)"""
 
     def __init__(self, catalogue, source):
-        """Prices, then price caps, come from one stream of random numbers in the order of the
-        products; then follows the original's shuffle with its own seed."""
+        """Prices and then price caps are drawn from one random stream, in the order of the
+        products; then the goals are shuffled with the original's seed."""
         self.catalogue, self.source = catalogue, source
         low, high = catalogue.facts["low"], catalogue.facts["high"]
         rng = random.Random(0)
@@ -332,8 +330,8 @@ class Goals:
         return len(self.drawn)
 
     def draw(self, rng):
-        """Yields (product, part, price cap) of every goal. All option combinations of a product
-        share a cap, which is drawn even if there is no combination; each human goal has its own."""
+        """Yields (product, part, price cap) of every goal. All combinations of a product's options
+        share a cap, which is drawn even if there is none; each human goal has its own."""
         many = self.catalogue.facts[self.source]
         for n in np.flatnonzero(many >= 0):
             least = int(self.prices[n] // 10) + 1
@@ -362,8 +360,8 @@ class Goals:
 
     @staticmethod
     def combination(options, part):
-        """Number `part` of all combinations of the options, in the order of their names. The last
-        name's value changes first."""
+        """Combination number `part` of the options, in the order of their names; the value of the
+        last name changes fastest."""
         out = {}
         for name in sorted(options, reverse=True):
             part, choice = divmod(part, len(options[name]))
@@ -390,7 +388,7 @@ catalogue_of, goals_of = functools.cache(Catalogue), functools.cache(Goals)
 
 @functools.lru_cache(1 << 16)
 def token_set_ratio(a, b):
-    """thefuzz 0.19's likeness of two strings, 0 to 100, by the sets of their words."""
+    """thefuzz 0.19's token_set_ratio: the similarity of two strings as sets of words, 0 to 100."""
     plain = [re.sub(r"\W", " ", re.sub(r"[\x80-\xff]", "", s)).lower().split() for s in (a, b)]
     if not all(plain):
         return 0
@@ -434,7 +432,7 @@ def nouns_of(product):
 
 
 def type_reward(product, goal):
-    """1, 0.5, 0.1 or 0: how much a product is the kind of thing that was asked for."""
+    """1, 0.5, 0.1 or 0: whether a product is of the right type."""
     bought, wanted = nouns_of(product), nouns_of(goal)
     title = len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
     if title < 0.1:
@@ -478,8 +476,8 @@ ITEM_BUTTONS = [(text, "button") for text in ("Description", "Features", "Review
 
 
 def shop_command(action):
-    """-> (name, argument in lower case), or (None, None) for what the shop does not understand. The
-    match is greedy, so that "search[a[b]" is no search."""
+    """-> (name, argument in lower case), or (None, None) if it is no command. The match is greedy,
+    so that "search[a[b]" is none."""
     found = re.match(r"(.+)\[(.+)\]", action)
     return (found[1], found[2].lower()) if found else (None, None)
 
@@ -512,7 +510,8 @@ class Shop:
         self.go_home()
 
     def act(self, command):
-        """Carries out a command -> whether it bought. What the page lacks changes nothing."""
+        """Executes a command -> whether it bought. A command that the page does not offer changes
+        nothing."""
         self.score = 0.0
         name, argument = shop_command(command)
         if name == "search":
@@ -522,7 +521,7 @@ class Shop:
             return argument == "buy now"
         return False
 
-    # ---- what can be done
+    # ---- commands
     def go_home(self):
         self.page = "search"
         self.item = None
@@ -578,7 +577,7 @@ class Shop:
         clicks = [f"click[{x}]" for x in self.clickables()]
         return ["search[<your query>]"] + clicks if self.page == "search" else clicks
 
-    # ---- what can be seen
+    # ---- pages
     def nodes(self):
         """The page's pieces of text in their order: (text, role). The role is button, link, label
         (an option's value) or empty."""
@@ -612,16 +611,16 @@ class Shop:
         return out + ITEM_BUTTONS
 
     def observation(self):
-        """Of the texts of blanks only, those with a line break are left out, and the others stand
-        as empty, as in HTML."""
+        """The page as text. As in HTML, texts of blanks with a line break are dropped, and texts of
+        other blanks become empty."""
         shown = [text for text, _ in self.nodes()
                  if text.strip(" \t\n\f\r") or text and "\n" not in text]
         return " [SEP] ".join(text.strip() for text in shown)
 
     # ---- the expert
     def expert(self):
-        """What is left to do to buy the goal's product from here, or None if that does not score 1:
-        one synthetic goal in fifteen cannot be reached by exactly what it asks for."""
+        """The commands that buy the goal's product from here, or None if that does not score 1: one
+        synthetic goal in fifteen cannot be reached by buying exactly what it asks for."""
         product, options = self.catalogue.product(self.target), self.choices()
         price = self.goals.prices[self.target]
         if self.page == "done" or purchase_score(product, price, options, self.goal) < 1:
@@ -638,7 +637,8 @@ class Shop:
         return way + clicks + ["click[buy now]"]
 
     def choices(self):
-        """{option: value} of the goal's product: what is asked for, or is most like it."""
+        """{option: value} of the goal's product: the values that are asked for, or the most similar
+        ones."""
         wanted, names, out = self.goal["options"], self.option_names(self.target), {}
         for option in wanted.items() if isinstance(wanted, dict) else wanted:
             word = option if isinstance(option, str) else option[1]
@@ -647,7 +647,7 @@ class Shop:
                 ratio = token_set_ratio(first_color(value), str(first_color(option)))
                 return value == word, ratio
 
-            # An option with a bracket cannot be chosen, because a command would be cut there.
+            # an option with a bracket cannot be chosen: the command would be cut there
             free = [value for value, name in names.items() if name not in out and "[" not in value]
             best = max(free, key=likeness, default=None)
             if best is not None and likeness(best) > (False, 85):
@@ -655,8 +655,8 @@ class Shop:
         return out
 
     def way_to(self, product):
-        """Commands from any page to the goal's product: through the results on the screen, or by
-        the first query that finds it soonest. None if no query does."""
+        """Commands from any page to the goal's product: through the current results, or by the
+        query that finds it on the earliest page. None if no query finds it."""
         link = [f"click[{product['asin'].lower()}]"]
         if self.page == "results" and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
             pages = self.hits.index(self.target) // PER_PAGE + 1 - self.page_number
@@ -672,7 +672,7 @@ class Shop:
         return [f"search[{query}]"] + ["click[next >]"] * found[query] + link
 
     def queries(self, product):
-        """What the expert would search for. Brackets are left out, because commands use them."""
+        """The expert's queries, without brackets, which commands use."""
         text = self.goal["text"].split(", and price lower than ")[0]
         queries = [text, text.split(" with ")[0], product["query"], product["title"],
                    document(product)[:500]]
