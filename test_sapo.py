@@ -2793,7 +2793,7 @@ def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("old, new, says", [
-    ("over, late, info", "late, info", "not enough values to unpack"),
+    ("terminated, truncated, info", "truncated, info", "not enough values to unpack"),
     ('"category": "lake",', "", "KeyError: 'category'"),
     ("self.turn == self.horizon", "False", "does not end after 4 turns"),
     ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
@@ -2801,7 +2801,7 @@ def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
     ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', not True or False"),
     ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .*without blanks"),
     ("[*WAYS]", '"north"', "not a list of commands"),
-    ("return self.view(), envs", "return b'ice', envs", "obs is b'ice', not a string"),
+    ("return self.observation(), envs", "return b'ice', envs", "obs is b'ice', not a string"),
     ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
     ("range(5000)", "range(1)", "no tasks in the split 'train'")])

@@ -1,9 +1,9 @@
-"""A frozen lake, of which a player sees the squares beside it: an environment of one's own.
+"""An example of your own environment: a frozen lake, of which the agent sees the squares beside it.
 
     python tools/imitate.py --env tools.frozen_lake:FrozenLake --out runs/lake
     python train.py --env tools.frozen_lake:FrozenLake --model runs/lake
 
-By the first command a tiny model learns the words, by the second how to cross other lakes.
+The first command teaches a tiny model the commands, the second how to cross lakes it has not seen.
 """
 import random
 
@@ -12,8 +12,8 @@ import envs
 WAYS = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
 
 
-def beside(square):
-    return {way: (square[0] + a, square[1] + b) for way, (a, b) in WAYS.items()}
+def neighbours(square):
+    return {way: (square[0] + down, square[1] + right) for way, (down, right) in WAYS.items()}
 
 
 class FrozenLake(envs.Env):
@@ -24,20 +24,21 @@ class FrozenLake(envs.Env):
         return [n for n in range(5000) if (n % 5 == 0) == (split == "test")]
 
     def reset(self, task):
-        rng = random.Random(task)  # a task's number draws its lake
+        rng = random.Random(task)  # the task's number determines its lake
         squares = [(row, column) for row in range(6) for column in range(6)]
-        self.at, self.turn, self.far = None, 0, {}
-        while not 5 <= self.far.get(self.at, 0) <= 10:  # draws another lake
+        self.at, self.turn, self.distance = None, 0, {}  # distance to the goal, of squares of ice
+        while not 5 <= self.distance.get(self.at, 0) <= 10:  # otherwise another lake
             self.at, self.goal, *holes = rng.sample(squares, 15)
-            self.far, ice = {self.goal: 0}, [self.goal]  # steps to the goal
-            for square in ice:
-                for there in {*beside(square).values()} & {*squares} - {*holes, *self.far}:
-                    self.far[there] = self.far[square] + 1
-                    ice.append(there)
-        return f"Your task is to: reach the goal. {self.view()}", self.info()
+            self.distance, reached = {self.goal: 0}, [self.goal]
+            for square in reached:  # breadth-first search from the goal
+                ice = {*squares} - {*holes, *self.distance}
+                for neighbour in {*neighbours(square).values()} & ice:
+                    self.distance[neighbour] = self.distance[square] + 1
+                    reached.append(neighbour)
+        return f"Your task is to: reach the goal. {self.observation()}", self.info()
 
-    def view(self):
-        ice = [way for way, there in beside(self.at).items() if there in self.far]
+    def observation(self):
+        ice = [way for way, there in neighbours(self.at).items() if there in self.distance]
         down, right = self.goal[0] - self.at[0], self.goal[1] - self.at[1]
         offset = {way: a * down + b * right for way, (a, b) in WAYS.items()}
         goal = [f"{steps} {way}" for way, steps in offset.items() if steps > 0]
@@ -49,14 +50,19 @@ class FrozenLake(envs.Env):
 
     def step(self, action):
         self.turn += 1
-        self.at = beside(self.at).get(action, self.at)
+        self.at = neighbours(self.at).get(action, self.at)
         info = self.info()
-        over = info["won"] or self.at not in self.far
-        late = self.turn == self.horizon and not over
-        return self.view(), envs.REWARD * info["won"], over, late, info
+        terminated = info["won"] or self.at not in self.distance  # it fell into a hole
+        truncated = self.turn == self.horizon and not terminated
+        return self.observation(), envs.REWARD * info["won"], terminated, truncated, info
 
     def advice(self, forgetful=False):
-        """The shortest way; forgetful, it goes straight on as if all were ice."""
-        cost = {way: sum(abs(a - b) for a, b in zip(there, self.goal)) if forgetful
-               else self.far.get(there, 99) for way, there in beside(self.at).items()}
-        return "look", min(cost, key=cost.get)  # a thought, which may be any, and a command
+        """The demonstrator: a thought, and the first command of the shortest way. The forgetful one
+        goes straight towards the goal, as if there were no holes."""
+        if forgetful:
+            cost = {way: abs(there[0] - self.goal[0]) + abs(there[1] - self.goal[1])
+                    for way, there in neighbours(self.at).items()}
+        else:
+            cost = {way: self.distance.get(there, 99)
+                    for way, there in neighbours(self.at).items()}
+        return "look", min(cost, key=cost.get)
