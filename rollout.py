@@ -416,7 +416,7 @@ class Sampler:
                 self.slots[slot] = None
             else:
                 self.responses[key] = response.ids
-            for later, *_ in self.snapshots:  # they make_prompts this slot as finished, too
+            for later, *_ in self.snapshots:  # they, too, show this slot as finished
                 later[later.index(key)] = None
         if finished:
             self.compact([*keep])
