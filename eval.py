@@ -231,8 +231,8 @@ def recent(run, key) -> list:
 
 def measured(run, half) -> dict:
     """{column: number} for a run, in percent except for HALF; NaN where it does not apply, as the
-    explained variance of a method whose values are always 0. "late": success never reaches `half`.
-    """
+    explained variance of a method whose values are always 0. "late": whether success never reaches
+    `half`."""
     episodes = [line["episodes"] for line in run.lines]
     last = run.lines[-max(1, round(len(run.lines) / 4)):]
     shares = {"end": run.result.get("success", np.nan),

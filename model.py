@@ -34,8 +34,7 @@ from transformers.masking_utils import sdpa_mask
 # ------------------------------------------------------------------ readouts (copy these alone)
 
 def value_readout(logits: torch.Tensor, value_ids, *, tau: float) -> torch.Tensor:
-    """Eq. 1. Logits (..., W) and the token ids (w+, w-) -> p in [-1, 1], (...). V or Q is R_max p.
-    """
+    """Eq. 1. Logits (..., W) and the ids (w+, w-) -> p in [-1, 1], (...). V or Q is R_max p."""
     plus, minus = (logits[..., i] for i in value_ids)
     return ((plus - minus) / tau).clamp(-1, 1)  # Eq. 1  # SAPO: a value without a value head
 
@@ -441,8 +440,7 @@ OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gem
 
 
 def local_folder(name: str, env: str | None = None) -> Path:
-    """The folder that a name means if it is on this machine: "tiny", a model's folder, or a run's.
-    """
+    """The folder that a name means, if it is here: that of "tiny", of a model, or of a run."""
     tiny = "tiny-alfworld" if env == "alfworld" else "tiny-house"  # made by tools/imitate.py
     folder = RESULTS / tiny if name == "tiny" else Path(name)
     return folder / "final" if (folder / "final").is_dir() else folder

@@ -256,8 +256,7 @@ class Sampler:
         self.waiting.append((key, sequence, np.asarray(uniforms, dtype=np.float32)))
 
     def generate(self, prompts: list, seed: int = 0) -> list[Response]:
-        """The common case: prompts, each a user message or a list of token ids -> a Response each.
-        """
+        """The common case. Prompts, each a user message or a list of token ids -> Responses."""
         ids = [self.lm.chat.encode_user_turn(p) if isinstance(p, str) else [*p] for p in prompts]
         u = [uniform_numbers((seed,), n, 0, self.max_new_tokens) for n in range(len(ids))]
         self.forget()

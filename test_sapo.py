@@ -2256,7 +2256,7 @@ def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_pat
     config = small_config(tmp_path / "run", "--iterations", 3, "--mini_batch", 6, "--lr", 1e-2,
                           "--lr_warmup", 4, "--lr_final_fraction", 0.5, "--model", model)
     monkeypatch.setattr(train, "rollout", watched)
-    train.run(config)
+    train.train_and_evaluate(config)
     learner = train.Learner(load(TINY_HOUSE, tau_v=1.0, r_max=10.0), config)
     learner.step = step
     for n, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")):

@@ -6,7 +6,7 @@
     python train.py --resume --out RUN                             continues an interrupted run
 
 The file reads from the top: the loop, the gradient step, `Learner` (what SAPO computes), batches,
-`Run` (checkpoints, log), `Config` (one flag per field), `run` (a whole run), and last the methods
+`Run` (checkpoints, log), `Config` (one flag per field), `train_and_evaluate`, and last the methods
 SAPO is compared with.
 In shapes, N turns and M response tokens are those of this rank; sums and means take in all ranks.
 """
@@ -193,7 +193,7 @@ class Learner:
         n_tokens, n_turns = map(sum, zip(*all_gather_list(sizes)))
         warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))  # Adam's first steps are large
         decay = 1 - (1 - c.lr_final_fraction) * iteration / c.iterations
-        metrics = {}
+        metrics = {"lr": c.lr * decay * warmup}
         for suffix, model in self.models.items():
             loss = self.loss_critic if suffix else self.loss  # the policy has no suffix
             optimizer = self.optimizers[suffix]
@@ -525,6 +525,7 @@ class Run:
         v_, q_explained_variance           of the discounted return (PPO: of the episode's return)
         v_mean, q_mean, return_mean        of old values and returns, over turns
         return_max                         the largest |return|, which should not exceed R_max
+        lr                                 the policy's learning rate, the mean over the steps
         grad_norm, skipped_steps           before clipping; steps that were not finite
         sampler_logprob_diff               mean |log-prob of the sampler - of the scoring pass|
         held_out                           with --eval_every: success on held-out games, T = 0.4
@@ -576,7 +577,7 @@ class Run:
         if metrics["success"]:
             self.iterations_without_success = 0
         warnings = {
-            "words": (
+            "admissible_actions": (
                 metrics["iteration"] == self.first and metrics["admissible_actions"] < 0.2,
                 "fewer than a fifth of the actions are admissible. tools/imitate.py teaches a "
                 "model the commands of an environment; or choose a larger --model"),
@@ -815,7 +816,7 @@ def compile_and_checkpoint(lm, config) -> ActorCritic:
     return lm
 
 
-def run(config: Config) -> None:
+def train_and_evaluate(config: Config) -> None:
     """Evaluates, trains, evaluates again, and writes the run's folder."""
     folder = RunDir(config.out)
     with (folder.lock(config.resume),
@@ -947,7 +948,7 @@ LEARNERS = {"sapo": Learner, "sapo-separate": SeparateCritic, "ppo": PPO, "grpo"
 def main():
     with one_line_errors("train.py", envs.GameError):
         init_distributed()
-        run(parse_config(sys.argv[1:]))
+        train_and_evaluate(parse_config(sys.argv[1:]))
 
 
 if __name__ == "__main__":

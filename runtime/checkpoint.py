@@ -185,8 +185,7 @@ class RunDir:
         write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
 
     def newest_checkpoint(self) -> Path | None:
-        """checkpoint-N with the largest N, as rank 0 sees it. An unfinished one has another name.
-        """
+        """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""
         finished = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdigit()]
         return broadcast_object(max(finished, key=iterations_of, default=None))
 
@@ -248,7 +247,7 @@ def init_wandb(config):
 
 def wandb_names(metrics: dict) -> dict:
     """Metrics under names by which Weights & Biases groups its charts: loss/kl, time/rollout."""
-    groups = {"time": "time_", "loss": ("loss", "kl", "entropy", "ratio_", "clip_", "grad_"),
+    groups = {"time": "time_", "loss": ("loss", "kl", "entropy", "ratio_", "clip_", "grad_", "lr"),
               "value": ("v_", "q_", "return_")}
     named = {}
     for name, value in metrics.items():

@@ -5,7 +5,8 @@
 
 Each of them has --help. What is compared takes turns, so that a noisy machine is noisy for both.
 The first round is a warm-up, and medians of the others are printed. On a GPU, MFU (model FLOPs
-utilization) is computed with an H200's peak, and without padding. """
+utilization) is computed with an H200's peak, and without padding.
+"""
 import dataclasses
 import os
 import sys

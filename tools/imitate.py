@@ -42,7 +42,7 @@ from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micr
                    restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.checkpoint import read_tensors, write_folder
-from runtime.cli import choose_threads, one_line_errors, parser_for
+from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import Stopped, init_distributed, mean, print0, stop
 from runtime.optim import AdamW
 from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
@@ -255,8 +255,7 @@ def demonstrate_here(config, flags, seed, task):
         raise envs.GameError(f"{config.env}: game {task} failed: {error!r}") from None
 
 
-# ------------------------------------------------------------------------- learning from
-# demonstrations
+# ---------------------------------------------------------------- learning from demonstrations
 
 def samples_of(lm, turns, context, config):
     """A demonstration -> training samples [(ids, spans of responses)]. In "window", every turn is a
@@ -345,27 +344,30 @@ def imitate(lm, pool, config, flags, mapper=map):
         optimizer.load_shard(state["states"])
         schedule.load_state_dict(state["schedule"])
         optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
-    steps = batches(lm, practice, contexts, config, flags, mapper, first)
-    for step, batch in enumerate(tqdm(steps, "imitation", flags.steps, initial=first), first):
-        tokens = sum(end - start for _, spans in batch for start, end in spans)
-        micros = [make_batch(group).to(lm.device)
-                  for group in micro_batches(batch, config.tokens_per_micro_batch)]
-        loss_of = lambda micro: (imitation_loss(lm, micro, flags.text_weight) / tokens, {})
-        train_step(lm.model, optimizer, micros, loss_of, config.gradient_checkpointing)
-        schedule.step()
-        if (step + 1) % 200 == 0:
-            results = [measure(sampler, probe, pool, step, config) for sampler in samplers]
-            admissible, won = map(min, zip(*results))
-            goal = flags.until_success
-            if admissible >= flags.until if goal is None else won >= goal:
-                break
-        if stop.requested or time.time() > saved + SAVE_AFTER:
-            saved = time.time()
-            save(lm, config.out, {"step": step + 1, "schedule": schedule.state_dict(),
-                                  "states": optimizer.state_dict()["state"]})
-        if stop.requested:
-            print0(f"saved {step + 1} steps; continue with the same command and --resume")
-            raise Stopped
+    with progress("imitation", flags.steps, "steps") as bar:
+        bar.update(first)
+        samples = batches(lm, practice, contexts, config, flags, mapper, first)
+        for step, batch in enumerate(samples, first):
+            tokens = sum(end - start for _, spans in batch for start, end in spans)
+            micros = [make_batch(group).to(lm.device)
+                      for group in micro_batches(batch, config.tokens_per_micro_batch)]
+            loss_of = lambda micro: (imitation_loss(lm, micro, flags.text_weight) / tokens, {})
+            train_step(lm.model, optimizer, micros, loss_of, config.gradient_checkpointing)
+            schedule.step()
+            bar.update()
+            if (step + 1) % 200 == 0:
+                results = [measure(sampler, probe, pool, step, config) for sampler in samplers]
+                admissible, won = map(min, zip(*results))
+                goal = flags.until_success
+                if admissible >= flags.until if goal is None else won >= goal:
+                    break
+            if stop.requested or time.time() > saved + SAVE_AFTER:
+                saved = time.time()
+                save(lm, config.out, {"step": step + 1, "schedule": schedule.state_dict(),
+                                      "states": optimizer.state_dict()["state"]})
+            if stop.requested:
+                print0(f"saved {step + 1} steps; continue with the same command and --resume")
+                raise Stopped
 
 
 def save(lm, folder, state=None):
