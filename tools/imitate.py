@@ -43,7 +43,7 @@ from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micr
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
-from runtime.distributed import Stopped, init_distributed, mean, print0, stop
+from runtime.distributed import Stopped, init_distributed, mean, print0, stop, world_size
 from runtime.optim import AdamW
 from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
 
@@ -426,6 +426,8 @@ def parse(argv=None):
     flags, rest = parser.parse_known_args(argv)
     config = train.parse_config(["--model", "random", *rest])
     flags = Flags(**(TINY if is_tiny(config.model) else {}) | vars(flags))
+    if world_size() > 1:
+        raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
         raise ValueError(f"--out {config.out} has no unfinished imitation")
     if os.path.exists(config.out) and not flags.resume:

@@ -150,6 +150,12 @@ def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
 
 
+def test_imitation_in_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(imitate, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match="not with torchrun"):
+        imitate.parse([])
+
+
 def test_tiny_model_spells_unknown_words():
     tokenizer = random_tiny().tokenizer
     text = "<action> take qwxz 12 from cabinet 37 </action>"
