@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 
@@ -191,10 +192,10 @@ class Env:
     command) or None, a demonstrator. The rest has defaults.
 
     The worker pool checks every answer: obs, task and commands are text (lone surrogates are
-    replaced); terminated, truncated and won are True or False; reward and score are finite. NumPy
-    types are allowed. A command must be in lower case without blanks at its ends, because actions
-    are read that way. Anything else, and any exception, becomes a GameError with the game and the
-    turn. A worker that does not answer for `patience` seconds is replaced."""
+    replaced); terminated, truncated and won are True or False; reward is finite, and score from 0
+    to 1. NumPy types are allowed. A command must be in lower case without blanks at its ends,
+    because actions are read that way. Anything else, and any exception, becomes a GameError with
+    the game and the turn. A worker that does not answer for `patience` seconds is replaced."""
 
     flags = ("horizon",)  # train.py's settings that the constructor takes
     horizon = 50  # maximum number of turns per episode
@@ -577,13 +578,14 @@ def make_env(name, **options) -> Env:
 
 
 def tasks(name, split: str, **options) -> list:
-    """The sorted task ids of a split. ValueError: there is no such split."""
-    ids = [as_python(task) for task in make_env(name, **options).tasks(split)]
+    """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
+    found, label = make_env(name, **options).tasks(split), getattr(name, "__name__", name)
+    ids = [as_python(task) for task in (() if found is None else found)]
     if not ids:
-        raise ValueError(f"--env {name} has no tasks in the split {split!r}")
+        raise ValueError(f"--env {label} has no tasks in the split {split!r}")
     if wrong := [task for task in ids if not isinstance(task, (str, int))]:
-        raise ValueError(f"--env {name}: a task id is {wrong[0]!r}; it must be str or int")
-    return ids
+        raise ValueError(f"--env {label}: a task id is {wrong[0]!r}; it must be str or int")
+    return sorted(ids, key=lambda task: (isinstance(task, str), task))  # a set has no fixed order
 
 
 def options_for(settings: dict) -> dict:
@@ -614,7 +616,7 @@ def as_text(value, what):
 
 
 def as_number(value, what):
-    if not math.isfinite(number := float(value)):
+    if not math.isfinite(number := float(as_python(value))):
         raise ValueError(f"{what} is {number}")
     return number
 
@@ -643,11 +645,25 @@ def as_python(value):
 
 
 def as_info(info):
+    if not isinstance(info, Mapping):
+        raise ValueError(f"info is {info!r}, not a dict")
+    if missing := [k for k in ("admissible", "task", "category", "won", "score") if k not in info]:
+        raise ValueError(f"info lacks {', '.join(missing)}")
     if isinstance(info["admissible"], str):
         raise ValueError(f"admissible is {info['admissible']!r}, not a list of commands")
+    score = as_number(info["score"], "score")
+    if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
+        raise ValueError(f"score is {score}, not a number from 0 to 1")
     return {"admissible": [as_command(command) for command in info["admissible"]],
             "task": as_text(info["task"], "task"), "category": as_python(info["category"]),
-            "won": as_bool(info["won"], "won"), "score": as_number(info["score"], "score")}
+            "won": as_bool(info["won"], "won"), "score": score}
+
+
+def parts_of(answer, method, names):
+    """What a method returned, after checking that it has as many parts as there are names."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != len(names.split(", ")):
+        raise ValueError(f"{method} must return ({names}), and returned {answer!r:.200}")
+    return answer
 
 
 class EnvWorker:
@@ -663,7 +679,7 @@ class EnvWorker:
     def load(self, number, task):
         if number not in self.loaded:
             env = self.spare.pop() if self.spare else make_env(self.name, **self.options)
-            self.ready[number] = env, *env.reset(task)
+            self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
             self.loaded.add(number)
 
     def start(self, number, task):
@@ -672,7 +688,9 @@ class EnvWorker:
         return as_text(obs, "obs"), as_info(info)
 
     def step(self, number, action):
-        obs, reward, terminated, truncated, info = self.playing[number].step(action)
+        obs, reward, terminated, truncated, info = parts_of(
+            self.playing[number].step(action), "step()",
+            "obs, reward, terminated, truncated, info")
         over = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
         if any(over):
             self.drop(number)

@@ -216,6 +216,8 @@ class Sampler:
     def __init__(self, lm: ActorCritic, engine: str = "kv", context: str = "window",
                  max_new_tokens: int = 512, temperature: float = 1.0, compile: bool = False,
                  max_prompt: int | None = None, check: bool = True):
+        if engine not in ("kv", "hf") or context not in ("window", "full"):
+            raise ValueError(f"engine {engine!r}, context {context!r}; known: kv, hf; window, full")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new_tokens)

@@ -1869,9 +1869,27 @@ def test_config_fills_defaults_and_training_refuses_mismatches(tmp_path):
         other = dataclasses.replace(config, out=None, **{name: 3.0})
         with pytest.raises(ValueError, match="the model has tau_v 1 and r_max 10"):
             train.train(train.Learner(lm, other), pool, other)
+    other = dataclasses.replace(config, lr=3.0)
+    with pytest.raises(ValueError, match="the learner was made with another lr"):
+        train.train(train.Learner(lm, config), pool, other)
+    other = dataclasses.replace(config, algo="grpo", group_size=2)
+    with pytest.raises(ValueError, match="algo 'grpo' needs .*GroupBased, and not Learner"):
+        train.train(train.Learner(lm, other), pool, other)
+    with pytest.raises(ValueError, match="the pool has horizon 4, and the settings have 3"):
+        train.train(train.Learner(lm, config), Pool(envs.House, {"horizon": 4}), config)
+    with pytest.raises(ValueError, match="--batch_size must be at least 1"):
+        train.train(train.Learner(lm, config), pool, dataclasses.replace(config, batch_size=0))
+    for name, value in (("context", "ful"), ("engine", "KV"), ("dtype", "fp16")):
+        with pytest.raises(ValueError, match=f"{name} is '{value}'; it can be "):
+            train.Config(**{name: value})
+    with pytest.raises(ValueError, match="known: kv, hf; window, full"):
+        Sampler(lm, context="conversation")
 
     class Mine(envs.House):
         pass
+
+    with pytest.raises(ValueError, match="the pool plays Mine, and the settings say "):
+        train.train(train.Learner(lm, config), Pool(Mine, {"horizon": 3}), config)
 
     with pytest.raises(ValueError, match="put the class into a module"):
         Pool(Mine, workers=1)
@@ -2793,8 +2811,11 @@ def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("old, new, says", [
-    ("terminated, truncated, info", "truncated, info", "not enough values to unpack"),
-    ('"category": "lake",', "", "KeyError: 'category'"),
+    ("terminated, truncated, info", "truncated, info", "step.. must return"),
+    ('{self.observation()}", self.info()', '{self.observation()}"',
+     "reset.. must return .obs, info., and returned 'Your"),
+    ('"category": "lake",', "", "info lacks category"),
+    ('float(self.at == self.goal)', "2", "score is 2.0, not a number from 0 to 1"),
     ("self.turn == self.horizon", "False", "does not end after 4 turns"),
     ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
     ('envs.REWARD * info["won"]', 'float("-inf")', "failed in turn 1: ValueError: reward is -inf"),

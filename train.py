@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -192,7 +192,7 @@ class Learner:
         sizes = [(len(micro.batch.turn_of), len(micro.batch.start)) for micro in minibatch]
         n_tokens, n_turns = map(sum, zip(*all_gather_list(sizes)))
         warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))  # Adam's first steps are large
-        decay = 1 - (1 - c.lr_final_fraction) * iteration / c.iterations
+        decay = 1 - (1 - c.lr_final_fraction) * min(iteration, c.iterations) / c.iterations
         metrics = {"lr": c.lr * decay * warmup}
         for suffix, model in self.models.items():
             loss = self.loss_critic if suffix else self.loss  # the policy has no suffix
@@ -419,10 +419,8 @@ class Run:
 
     def __init__(self, sampler, learner, pool, config, checkpoint=None):
         self.sampler, self.learner, self.pool, self.config = sampler, learner, pool, config
-        lm = learner.lm
-        if (lm.tau_v, lm.r_max) != (config.tau_v, config.r_max):
-            raise ValueError(f"the model has tau_v {lm.tau_v:g} and r_max {lm.r_max:g}, the "
-                             f"settings have {config.tau_v:g} and {config.r_max:g}")
+        check(config)
+        check_parts(learner, pool, config)
         self.task_ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
         self.trajectory_ids = range(rank(), config.batch_size, world_size())  # this rank's
         self.done = self.saved = self.first = iterations_of(checkpoint)
@@ -685,6 +683,11 @@ class Config:
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
 
     def __post_init__(self):
+        """ValueError: a setting is none of the values that it can have."""
+        for f in dataclasses.fields(self):
+            choices, value = get_args(f.type), getattr(self, f.name)
+            if choices and value is not None and value not in choices:
+                raise ValueError(f"{f.name} is {value!r}; it can be {', '.join(choices)}")
         for name, value in defaults_for(self).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -721,6 +724,8 @@ def parse_config(argv: list[str] = ()) -> Config:
         raise ValueError(f"--resume: {out} was started with different settings "
                          f"({'; '.join(conflicts)})")
     check(config)
+    for split_name in ("train", envs.env_class(config.env).held_out[0]):  # whether data is missing
+        envs.tasks(config.env, split_name, **envs.options_for(vars(config)))
     return config
 
 
@@ -742,7 +747,7 @@ def presets_for(asked: Config) -> dict:
 
 
 def check(c: Config) -> None:
-    """ValueError, before anything is loaded: settings do not fit each other, or data is missing."""
+    """ValueError: settings do not fit each other."""
     for k in envs.OPTIONS:
         if k not in envs.env_class(c.env).flags and getattr(c, k) != getattr(Config, k):
             raise ValueError(f"--{k} has no effect with --env {c.env}")
@@ -758,8 +763,26 @@ def check(c: Config) -> None:
         raise ValueError("--eval_every needs --eval_games")
     if c.algo == "empg" and c.old_logprobs == "rollout":
         raise ValueError("--algo empg needs entropies, which --old_logprobs rollout does not give")
-    for split_name in ("train", envs.env_class(c.env).held_out[0]):
-        envs.tasks(c.env, split_name, **envs.options_for(vars(c)))
+
+
+def check_parts(learner: Learner, pool: envs.Pool, c: Config) -> None:
+    """ValueError: the learner or the pool was made with other settings than these."""
+    lm, expected = learner.lm, LEARNERS[c.algo]
+    if not isinstance(learner, expected):
+        raise ValueError(f"algo {c.algo!r} needs train.LEARNERS[{c.algo!r}], {expected.__name__}, "
+                         f"and not {type(learner).__name__}")
+    may_differ = RESUME_MUTABLE - {"iterations"}  # which the learning rate depends on
+    if other := [k for k, value in vars(c).items()
+                 if k not in may_differ and getattr(learner.config, k) != value]:
+        raise ValueError(f"the learner was made with another {', '.join(other)}")
+    if (lm.tau_v, lm.r_max) != (c.tau_v, c.r_max):
+        raise ValueError(f"the model has tau_v {lm.tau_v:g} and r_max {lm.r_max:g}, the settings "
+                         f"have {c.tau_v:g} and {c.r_max:g}")
+    if pool.env is not envs.env_class(c.env):
+        raise ValueError(f"the pool plays {pool.env.__name__}, and the settings say {c.env}")
+    for k, value in pool.options.items():
+        if getattr(c, k, value) != value:
+            raise ValueError(f"the pool has {k} {value!r}, and the settings have {getattr(c, k)!r}")
 
 
 # ------------------------------------------------------------------------------------- a whole run
