@@ -181,6 +181,18 @@ class Response(NamedTuple):
     q: float  # Q after the last token
 
 
+@dataclass(eq=False)
+class Sequence:
+    """What the host knows of a sequence, from `add` on until it is answered; in "full", until it is
+    continued or dropped."""
+
+    key: object  # the caller's name for it
+    ids: list  # its tokens, without the response
+    uniforms: np.ndarray  # the random numbers for the response
+    response: list | None = None  # the tokens of the response, once it is complete
+    num_cached: int = 0  # tokens in the KV cache of its slot; an upper bound while it is decoded
+
+
 class Mode(NamedTuple):
     """How a sampler computes."""
 
@@ -233,8 +245,8 @@ class Sampler:
         """Queues a sequence of token ids. `key` must not be in use by a sequence that still waits
         for its response. uniforms: max_new_tokens random numbers in [0, 1), which greedy decoding
         does not need. ValueError: what is wrong with the arguments."""
-        unanswered = self.slots[:self.num_active] + [other for other, *_ in self.waiting]
-        if key is None or key in unanswered:
+        past = self.sequences.get(key)
+        if key is None or past and past.response is None:
             raise ValueError("None is not a valid key" if key is None else
                              f"the sequence with key {key!r} has no response yet")
         if isinstance(sequence, str) or not all(isinstance(i, int) for i in sequence):
@@ -245,17 +257,16 @@ class Sampler:
         if not 0 <= min(sequence) <= max(sequence) < len(self.is_stop):
             raise ValueError(f"token ids from {min(sequence)} to {max(sequence)}; the model has "
                              f"those from 0 to {len(self.is_stop) - 1}")
-        prompt, response = self.prompts.get(key, []), self.responses.get(key, [])
-        longer = not prompt or len(sequence) > len(prompt + response)
-        if not longer or sequence[:len(prompt)] != prompt:
-            raise ValueError(f"{key!r} has a conversation of {len(prompt + response)} tokens, "
-                             "which this sequence does not continue; drop(key) forgets it")
+        length = len(past.ids + past.response) if past else 0
+        if past and (len(sequence) <= length or sequence[:len(past.ids)] != past.ids):
+            raise ValueError(f"{key!r} has a conversation of {length} tokens, which this sequence "
+                             "does not continue; drop(key) forgets it")
         if uniforms is None and self.temperature == 0:
             uniforms = [0.0] * self.max_new_tokens
         if uniforms is None or len(uniforms) != self.max_new_tokens:
             raise ValueError(f"add() needs {self.max_new_tokens} uniform random numbers, one for "
                              "each token of a response; generate(prompts, seed) makes them itself")
-        self.waiting.append((key, sequence, np.asarray(uniforms, dtype=np.float32)))
+        self.enqueue(key, sequence, uniforms)
 
     def generate(self, prompts: list, seed: int = 0) -> list[Response]:
         """The common case. Prompts, each a user message or a list of token ids -> Responses."""
@@ -294,20 +305,35 @@ class Sampler:
 
     def forget(self) -> None:
         """Forgets all sequences, which is necessary when the weights change. Keeps the memory."""
-        self.waiting = []  # waiting for a slot: (key, sequence, uniforms)
-        self.prompts, self.responses = {}, {}  # in "full", what is cached of each conversation
+        self.sequences = {}  # all of them, by key
+        self.waiting = []  # those that wait to be prefilled
+        self.slots = []  # the sequence in each slot; None: the slot is free
         self.num_active = 0
-        self.slots = []  # the key of the sequence in each slot; None: the slot is free
-        self.length = {}  # by key: tokens in the cache; an upper bound while it is decoded
         self.snapshots = []  # not yet read by the host
 
     def drop(self, key) -> None:
         """Forgets a conversation that is over. One that is being decoded stays."""
-        if key in self.slots[self.num_active:]:
-            self.slots[self.slots.index(key)] = None
-            del self.prompts[key], self.responses[key]
+        sequence = self.sequences.get(key)
+        if sequence and sequence.response is not None:
+            self.slots[self.slots.index(sequence)] = None
+            del self.sequences[key]
 
     # ---- the kv engine: prefill, decode, hand out what is finished
+    def enqueue(self, key, ids, uniforms):
+        """`add` without its checks. A sequence that continues a conversation takes its slot, and
+        what it has in common with it stays in the cache: all that came before the last response,
+        and of that, which may have been tokenized again, the longest common prefix."""
+        sequence = Sequence(key, [*ids], np.asarray(uniforms, dtype=np.float32))
+        if past := self.sequences.get(key):
+            sequence.num_cached = len(past.ids)
+            for old, new in zip(past.response, ids[len(past.ids):]):
+                if old != new:
+                    break
+                sequence.num_cached += 1
+            self.slots[self.slots.index(past)] = sequence
+        self.sequences[key] = sequence
+        self.waiting.append(sequence)
+
     def decode(self, steps):
         """Prefills what waits, then decodes until a response is finished, or for `steps` steps
         (rounded up to sync_interval). On a GPU the host reads the previous snapshot, which is
@@ -324,55 +350,45 @@ class Sampler:
 
     def prefill(self):
         """Gives slots to the waiting sequences, and prefills what is new of them."""
-        new = [self.allocate_slot(*request) for request in self.waiting]
-        longest = max(cached + len(ids) for ids, _, cached, _ in new) + self.max_new_tokens
+        waiting, self.waiting = self.waiting, []
+        for sequence in waiting:
+            if sequence not in self.slots:
+                if None not in self.slots:
+                    self.slots.append(None)
+                self.slots[self.slots.index(None)] = sequence
+        longest = max(len(sequence.ids) for sequence in waiting) + self.max_new_tokens
         self.ensure_capacity(len(self.slots), longest)
+        new = [(sequence.ids[sequence.num_cached:], sequence) for sequence in waiting]
         for chunk in micro_batches(new, self.prefill_tokens):
             self.prefill_chunk(chunk)
-        self.waiting = []
-        self.tokens_encoded += sum(len(ids) for ids, *_ in new)
-        self.compact([*range(self.num_active), *(slot for _, slot, *_ in new)])
-
-    def allocate_slot(self, key, sequence, uniforms):
-        """Gives a sequence a slot, its own if it continues a conversation -> (new ids, slot, how
-        many tokens are cached, uniforms). The prompt so far must be equal (see add); of the last
-        response, the longest common prefix is reused, because it may have been tokenized again."""
-        if key not in self.slots:
-            if None not in self.slots:
-                self.slots.append(None)
-            self.slots[self.slots.index(None)] = key
-            self.length[key] = 0
-        response = self.responses.get(key, [])
-        num_cached = self.length[key] - len(response)
-        for old, new in zip(response, sequence[num_cached:]):
-            if old != new:
-                break
-            num_cached += 1
-        self.length[key] = len(sequence)
-        if self.context == "full":
-            self.prompts[key] = [*sequence]  # a copy: the caller's list may grow
-        return sequence[num_cached:], self.slots.index(key), num_cached, uniforms
+        self.tokens_encoded += sum(len(ids) for ids, _ in new)
+        for sequence in waiting:
+            sequence.num_cached = len(sequence.ids)
+        self.compact([*range(self.num_active), *map(self.slots.index, waiting)])
 
     def prefill_chunk(self, chunk):
-        """One forward pass over [(new ids, slot, num_cached, uniforms)]."""
+        """One forward pass over [(new ids, sequence)]."""
         if self.gpu and len(chunk) == 1:
             chunk = chunk * 2  # a batch of one would be compiled separately
         device = self.lm.device
-        new, slot, num_cached, uniforms = zip(*chunk)
+        new, sequences = zip(*chunk)
+        slot = [self.slots.index(sequence) for sequence in sequences]
+        num_cached = [sequence.num_cached for sequence in sequences]
         length = [len(ids) for ids in new]
         kv_length = max(map(sum, zip(num_cached, length))) if any(num_cached) else 0
         _, kv_length = self.round_up(1, kv_length)
         ids = pad_sequence([torch.tensor(x) for x in new], batch_first=True)
         ids = to_device_async(ids, device)
         slot, num_cached, length = to_device_async([slot, num_cached, length], device)
-        uniforms = to_device_async(np.stack(uniforms), device)
+        uniforms = to_device_async(np.stack([s.uniforms for s in sequences]), device)
         self.state.prefill(ids, slot, num_cached, length, uniforms, kv_length)
 
     def step(self):
         """One decoding step for all active slots."""
-        for key in self.slots[:self.num_active]:
-            self.length[key] += 1
-        longest = max(self.length[key] for key in self.slots[:self.num_active])
+        active = self.slots[:self.num_active]
+        for sequence in active:
+            sequence.num_cached += 1
+        longest = max(sequence.num_cached for sequence in active)
         self.decoder(*self.round_up(self.num_active, min(longest, self.state.max_length)))
         self.steps += 1
 
@@ -385,8 +401,8 @@ class Sampler:
         self.state.update_state(n, token, hidden)
 
     def snapshot(self):
-        """Copies the state of the active slots to the host -> (their keys, the copies, the CUDA
-        event after which the copies are complete)."""
+        """Copies the state of the active slots to the host -> (their sequences, the copies, the
+        CUDA event after which the copies are complete)."""
         state, n = self.state, self.num_active
         tensors = (state.active, state.num_generated, state.position, state.tokens, state.logp,
                    self.lm.r_max * state.readouts)
@@ -398,27 +414,27 @@ class Sampler:
     def pop_finished(self):
         """-> [(key, Response)] of the slots that are finished in the oldest snapshot. The other
         active slots move up."""
-        keys, (active, num_generated, position, tokens, logp, value), event = self.snapshots.pop(0)
+        sequences, copies, event = self.snapshots.pop(0)
+        active, num_generated, position, tokens, logp, value = copies
         if event:
             event.synchronize()
         finished = []
         keep = dict.fromkeys(range(self.num_active))
-        for i, (key, is_active) in enumerate(zip(keys, active.tolist())):
-            if is_active or key is None:
+        for i, (sequence, is_active) in enumerate(zip(sequences, active.tolist())):
+            if is_active or sequence is None:
                 continue
             n = num_generated[i].item()
             v, q = value[i].tolist()
             response = Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)
-            finished.append((key, response))
-            self.length[key] = position[i].item()
-            slot = self.slots.index(key)
+            finished.append((sequence.key, response))
+            sequence.response, sequence.num_cached = response.ids, position[i].item()
+            slot = self.slots.index(sequence)
             del keep[slot]
             if self.context == "window":
                 self.slots[slot] = None
-            else:
-                self.responses[key] = response.ids
+                del self.sequences[sequence.key]
             for later, *_ in self.snapshots:  # they, too, show this slot as finished
-                later[later.index(key)] = None
+                later[later.index(sequence)] = None
         if finished:
             self.compact([*keep])
         return finished
@@ -436,7 +452,7 @@ class Sampler:
             if self.slots[behind] is not None:
                 moves.append((behind, gap))
         if moves:
-            kv_length = max(self.length[self.slots[target]] for target, _ in moves)
+            kv_length = max(self.slots[target].num_cached for target, _ in moves)
             self.state.copy_slots(moves, kv_length)
 
     def ensure_capacity(self, slots, longest):
@@ -501,11 +517,11 @@ def generate_with_hf(sampler: Sampler) -> list:
     """Responses to all that was added, by Hugging Face generate, with V and Q from a scoring pass.
     -> [(key, Response)]."""
     lm = sampler.lm
-    keys, sequences, uniforms = zip(*sampler.waiting)
-    sampler.waiting = []
-    uniforms = to_device_async(np.stack(uniforms), lm.device)
+    sequences, sampler.waiting, sampler.sequences = sampler.waiting, [], {}
+    prompts = [sequence.ids for sequence in sequences]
+    uniforms = to_device_async(np.stack([s.uniforms for s in sequences]), lm.device)
     logps = []  # of each step
-    ids = pad_sequence([torch.tensor(s) for s in sequences], batch_first=True, padding_value=-1,
+    ids = pad_sequence([torch.tensor(x) for x in prompts], batch_first=True, padding_value=-1,
                        padding_side="left").to(lm.device)
     pad = lm.value_ids[0]  # never sampled, so it marks the end of a finished response
 
@@ -534,12 +550,12 @@ def generate_with_hf(sampler: Sampler) -> list:
         model.generation_config = settings
         model.config._attn_implementation = attention
     sampled = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
-    samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(sequences, sampled)]
+    samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(prompts, sampled)]
     v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
-    sampler.tokens_encoded += sum(map(len, sequences))
+    sampler.tokens_encoded += sum(map(len, prompts))
     sampler.steps += len(logps)
-    rows = zip(keys, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
-    return [(key, Response(x, logp[:len(x)], v, q)) for key, x, logp, (v, q) in rows]
+    rows = zip(sequences, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
+    return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
 
 
 # --------------------------------------------------- is the kv engine right? checked at the start
@@ -584,7 +600,7 @@ def check_against_reference(sampler: Sampler) -> str:
                 ids += check_prompt(lm, CHECK_PROMPTS[key], ids)[:room]
                 u = rng.random(sampler.max_new_tokens, dtype=np.float32)
                 sequences[key][2].append(u)
-                sampler.waiting.append((key, [*ids], u))
+                sampler.enqueue(key, ids, u)
             sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
             finished = sampler.run(steps)
             sampler.is_stop.fill_(True)  # every token ends it
