@@ -183,8 +183,8 @@ class Response(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """What the host knows of a sequence, from `add` on until it is answered; in "full", until it is
-    continued or dropped."""
+    """What the host knows of a sequence, from `add` until its response is handed out; in "full",
+    until it is continued or dropped."""
 
     key: object  # the caller's name for it
     ids: list  # its tokens, without the response
@@ -320,9 +320,9 @@ class Sampler:
 
     # ---- the kv engine: prefill, decode, hand out what is finished
     def enqueue(self, key, ids, uniforms):
-        """`add` without its checks. A sequence that continues a conversation takes its slot, and
-        what it has in common with it stays in the cache: all that came before the last response,
-        and of that, which may have been tokenized again, the longest common prefix."""
+        """`add` without its checks. A sequence that continues a conversation takes over its slot.
+        There the KV cache is kept of all tokens before the last response, and of those at its
+        beginning that are still the same: a response may have been tokenized again."""
         sequence = Sequence(key, [*ids], np.asarray(uniforms, dtype=np.float32))
         if past := self.sequences.get(key):
             sequence.num_cached = len(past.ids)
