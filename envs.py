@@ -16,8 +16,9 @@ again.
 - `webshop` is WebShop's text environment (simulators/webshop.py), with the catalogue in
   $WEBSHOP_DATA.
 
-The prompts have the content of those of verl-agent (commit 796ed31), the GiGPO paper's framework,
-in other words. Nothing here imports torch, so that worker processes start quickly.
+The prompts carry the same information as verl-agent's (commit 796ed31, the GiGPO paper's
+framework), but are worded differently. Nothing here imports torch, so that worker processes start
+quickly.
     python envs.py [--env alfworld|webshop --data DIR]                  play an episode yourself
 """
 import argparse
@@ -149,21 +150,22 @@ class ShopPrompts(PromptBuilder):
         """Any search is admissible, and clicks on what the page lists."""
         from simulators.webshop import shop_command
         name, argument = shop_command(action)
+        # a click on the search page's own button does nothing
         offered = argument != "search" and f"click[{argument}]" in self.info["admissible"]
         return name == "search" or name == "click" and offered
 
 
 def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]:
-    """A response -> (action, valid). The action is the lower-cased text between <action> and the
-    next </action>, in the first of these places that has such a pair:
+    """A response -> (action, valid). The action is the lower-cased text between the first <action>
+    and the first </action> of one of these texts, in this order:
 
-    1. after the first </think>, where pairs that end before the last </think> are skipped
-    2. before the first <think>
-    3. if there is none, the action is the last `fallback` characters, and invalid.
+    1. what follows the first </think> (the whole response, if there is none), after everything that
+       ends before the last </think>
+    2. what comes before the first <think>
 
-    It is valid if there is a pair of think tags, too, and, as in verl-agent, no CJK character. (A
-    stray </action> before the pair makes it invalid.) `prefix` is how the chat template begins
-    every response, for example with <think>."""
+    If neither has these two tags in this order, the action is the last `fallback` characters, and
+    invalid. Else it is valid if there is a pair of think tags, too, and, as in verl-agent, no CJK
+    character. `prefix` is how the chat template begins every response, for example with <think>."""
     low = text.lower()
     whole = prefix.lower() + low
     thought = 0 <= whole.find("<think>") < whole.find("</think>")
@@ -186,10 +188,10 @@ class Env:
         tasks(split) -> sorted ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with `info` as above. An episode's rewards must sum to within +-r_max, and `truncated` must be
-    True in turn number `horizon`. The first obs must state the task. One object plays many games,
-    so reset must reset everything. tools/imitate.py also needs advice(forgetful) -> (thought,
-    command) or None, a demonstrator. The rest has defaults.
+    with `info` as above. An episode's rewards must sum to within +-r_max. In turn number `horizon`,
+    `truncated` must be True unless `terminated` is. The first obs must state the task. One object
+    plays many games, so reset must reset everything. tools/imitate.py also needs advice(forgetful)
+    -> (thought, command) or None, a demonstrator. The rest has defaults.
 
     The worker pool checks every answer: obs, task and commands are text (lone surrogates are
     replaced); terminated, truncated and won are True or False; reward is finite, and score from 0
@@ -199,7 +201,7 @@ class Env:
 
     flags = ("horizon",)  # train.py's settings that the constructor takes
     horizon = 50  # maximum number of turns per episode
-    held_out = "test", 100  # split and number of games of an evaluation
+    held_out = "test", 100  # an evaluation's split and its number of games
     categories = {}  # {info["category"]: its column in tables}
     role = ROLE  # the first sentence of a prompt
     prompt_builder_class = PromptBuilder  # makes prompts, knows the admissible actions
@@ -221,7 +223,8 @@ class Env:
 
 # --------------------------------------------------------------------------------------- house
 
-# A house of n places uses PLACES[:n]; one with m things uses OBJECTS[:2 * m].
+# A house of n places has the appliances' places, and others of the types PLACES[:n]. One with m
+# things has things of the types OBJECTS[:2 * m].
 OBJECTS = """apple mug egg potato plate tomato book pen vase box bowl bread cup lettuce fork pan
 knife pot spoon winebottle cloth soapbar spatula ladle kettle cd butterknife dishsponge pencil
 statue pillow laptop alarmclock cellphone creditcard keychain newspaper remotecontrol watch candle
@@ -254,8 +257,8 @@ class House(HouseholdExpert, Env):
     """One room with `places` places and `objects` things to carry, most of which cannot be seen
     before the agent goes there and opens what is closed. A task id is a number as a string. It
     determines the split and, for a given size, the room and the goal. A room in which the expert
-    needs more than min(4 * places, 50) steps is drawn again. The default horizon fits 5 places;
-    larger houses need a longer one, up to that bound."""
+    needs more than min(4 * places, 50) steps is drawn again, at most 1000 times. The default
+    horizon fits 5 places; larger houses need a longer one, up to that bound."""
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES
@@ -424,8 +427,8 @@ class House(HouseholdExpert, Env):
         return self.verb is None or STATES[self.verb] in self.states.get(thing, ())
 
     def expert(self):
-        """A list of commands that wins from here, found in a copy of the room; None if it is
-        won."""
+        """A list of commands that wins from here, found in a copy of the room; None if it is won,
+        or if none is found."""
         twin, plan = copy.deepcopy(self), []
         while not twin.won and len(plan) <= 8 * len(self.places):
             plan.append(twin.advice()[1])
@@ -476,7 +479,8 @@ class AlfWorld(Env):
         return state.feedback, reward, self.won, truncated, self.info(state)
 
     def expert(self):
-        """The rest of the game's walkthrough, or None after a step that is not in it."""
+        """The rest of the game's walkthrough, or None at its end or after a step that is not in
+        it."""
         done = len(self.played)
         return self.walkthrough[done:] or None if self.played == self.walkthrough[:done] else None
 
@@ -671,7 +675,8 @@ class EnvWorker:
 
     def __init__(self, name, options):
         self.name, self.options = name, options
-        self.loaded = set()  # all games so far; loads are done last, so some come after the start
+        # all games so far; a request to load, which comes last, may be late: the game was started
+        self.loaded = set()
         self.ready = {}  # loaded but not started: (environment, obs, info)
         self.playing = {}  # the environments of games that are being played
         self.spare = []  # environments that can be used again
@@ -888,7 +893,7 @@ class Pool:
         """Starts another worker in the place of a lost one and replays its games."""
         self.losses[w] += 1
         if self.losses[w] > 3:
-            raise GameError(f"{self.name}: a worker {why}, as did the three before it, while these "
+            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row. These "
                             f"games waited: {self.unanswered(w)}")
         self.procs[w].kill()
         self.procs[w].wait()

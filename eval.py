@@ -9,7 +9,8 @@
     python eval.py --plot runs/* --half 0.62        the same as curves over episodes
 
 Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard error,
-of a mean over seeds or of a difference of such means. Each held-out game is played once.
+of a mean over seeds or of a difference of such means. Each held-out game is played once per
+temperature.
 """
 import contextlib
 import gc
@@ -62,7 +63,8 @@ def episode_record(env, game, turns, builder) -> dict:
 
 
 def sampler_for(lm, settings, temperature=1.0):
-    """settings: a train.Config, or the flags of an evaluation, which compiles nothing."""
+    """Makes a Sampler. settings: a train.Config, or the flags of eval.py, with which nothing is
+    compiled."""
     compile = temperature == 1 and bool(getattr(settings, "compile", False))
     check = (settings.context, compile) not in lm.sampling_modes  # once per model
     with progress("preparing the sampler" + " (compiling)" * compile):
@@ -148,13 +150,13 @@ def group_runs(folders, finished=False):
             run = SimpleNamespace(config=stored.settings(), lines=stored.metrics(),
                                   result=read_json(folder / "eval.json"))
             if not (run.result if finished else run.lines):
-                raise ValueError("it is not finished")
+                raise ValueError("it has no eval.json" if finished else "no iteration is finished")
             label = re.sub(r"-\d+$", "", os.path.relpath(folder, parent))
             groups.setdefault(label, []).append(run)
         except (OSError, ValueError) as error:
             print(f"skipping {folder}: {error}", file=sys.stderr)
     if not groups:
-        raise ValueError("none of these folders is a run of train.py")
+        raise ValueError("none of these folders can be used")
     return groups
 
 
@@ -231,7 +233,7 @@ def recent(run, key) -> list:
 
 def measured(run, half) -> dict:
     """{column: number} for a run, in percent except for HALF; NaN where it does not apply, as the
-    explained variance of a method whose values are always 0. "late": whether success never reaches
+    explained variance of a method whose values are always 0. "never": whether success stays below
     `half`."""
     episodes = [line["episodes"] for line in run.lines]
     last = run.lines[-max(1, round(len(run.lines) / 4)):]
@@ -242,7 +244,7 @@ def measured(run, half) -> dict:
               "Q explains": np.mean([line["q_explained_variance"] for line in last]) or np.nan}
     until = [n for n, success in recent(run, "success") if success >= half]
     return {head: 100 * share for head, share in shares.items()} | {
-        HALF: until[0] if until else sum(episodes), "late": not until}
+        HALF: until[0] if until else sum(episodes), "never": not until}
 
 
 def comparison(folders, half) -> str:
@@ -253,26 +255,26 @@ def comparison(folders, half) -> str:
               for label, runs in group_runs(folders, finished=True).items()}
     heads = [head for head in DIGITS
              if not all(np.isnan(run[head]) for runs in groups.values() for run in runs)]
-    first, means, late = next(iter(groups)), {}, {}
+    first, means, never = next(iter(groups)), {}, {}
     rows = [["run", "seeds", *heads]]
-    less = [[f"minus {first}", *(head for head in heads if not head.endswith("explains"))]]
+    differences = [[f"minus {first}", *(head for head in heads if not head.endswith("explains"))]]
     for label, runs in groups.items():
         row_means = means[label] = {head: Mean.of([run[head] for run in runs]) for head in heads}
-        late[label] = sum(run["late"] for run in runs)
-        if late[label]:
+        never[label] = sum(run["never"] for run in runs)
+        if never[label]:
             row_means[HALF] = row_means[HALF]._replace(error=np.nan)
         row = {head: mean.text(DIGITS[head]) for head, mean in row_means.items()}
-        if late[label]:
-            row[HALF] = f"≥ {row[HALF]} ({len(runs) - late[label]} of {len(runs)} reach it)"
+        if never[label]:
+            row[HALF] = f"≥ {row[HALF]} ({len(runs) - never[label]} of {len(runs)} reach it)"
         rows.append([label, str(len(runs)), *row.values()])
         row = {head: row_means[head].minus(means[first][head]).text(DIGITS[head], "+")
-               for head in less[0][1:]}
-        if late[label] or late[first]:
-            sign = "≥" if late[label] else "≤"
-            row[HALF] = "–" if late[label] and late[first] else f"{sign} {row[HALF]}"
-        less.append([label, *row.values()])
-    del less[1]  # the first group minus itself
-    return f"{markdown(rows)}\n\n{markdown(less)}"
+               for head in differences[0][1:]}
+        if never[label] or never[first]:
+            sign = "≥" if never[label] else "≤"
+            row[HALF] = "–" if never[label] and never[first] else f"{sign} {row[HALF]}"
+        differences.append([label, *row.values()])
+    del differences[1]  # the first group minus itself
+    return f"{markdown(rows)}\n\n{markdown(differences)}"
 
 
 # ------------------------------------------------------------------------------------- pictures
@@ -403,7 +405,8 @@ def shaded(turn, decode) -> str:
 def episode_page(title, turns, lines, decode) -> str:
     """One trajectory as an HTML page without scripts: V and Q over its turns, the training curves
     so far (`lines` of metrics.jsonl), and each turn's prompt, response (shaded by the probability
-    of its tokens), V before and Q after it, and the environment's answer. decode(ids) -> text."""
+    of its tokens), V before and Q after it, and the environment's answer (but for the last turn, of
+    which it is not kept). decode(ids) -> text."""
     end = "won" if turns[-1].won else "truncated" if turns[-1].truncated else "lost"
     curves = {name: [line[key] for line in lines] for name, key in (
         ("success", "success"), ("explained variance of V", "v_explained_variance"),
@@ -503,8 +506,8 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
     print(f"{args.model}, {args.split}, T = {args.temperature:g}, {len(last)} games: success "
           f"{Mean.of([100 * record['won'] for record in last]).text()}, {rest}")
     if context_overflow := sum(record["context_overflow"] for record in played):
-        print(f"{context_overflow} of {len(played)} episodes ended because a prompt exceeded "
-              "--max_prompt")
+        print(f"{context_overflow} of {len(played)} episodes ended because the next prompt did not "
+              "fit (--max_prompt, or the model's context)")
     print(f"wrote {out}")
 
 

@@ -4,7 +4,7 @@
     sample_token        draws a token with one uniform random number
     ActorCritic         a Hugging Face model, its chat format and its two reserved tokens; `score`
                         is one forward pass over a Batch: log-probs, entropy, readouts of V and Q
-    Critic              the separate value model of PPO, which SAPO does not need
+    Critic              the separate value model of ppo and sapo-separate; SAPO needs none
     load, actor_critic  from a hub id, folder or bare name; from a model that is loaded already
 
 A training sample is a token sequence with one or more turns, and a turn is the span [start, end) of
@@ -57,18 +57,18 @@ def entropy(logp: torch.Tensor, value_ids) -> torch.Tensor:
 # --------------------------------------------------------------------------------------- batches
 
 class Batch(NamedTuple):
-    """Token sequences, padded on the right so that causal attention needs no mask, and where the
-    turns and response tokens are in them. The indices are made on the host, because a boolean mask
-    would make the host wait for the GPU."""
+    """Token sequences, and the positions of turns and response tokens in them. Padding is on the
+    right, so causal attention needs no mask. Positions are indices made on the host, because a
+    boolean mask would make the host wait for the GPU."""
 
     ids: torch.Tensor  # (B, T)
-    length: torch.Tensor  # (B,) not used by `score`
-    row: torch.Tensor  # (N,) the sequence of each turn, and the span of its response
-    start: torch.Tensor  # (N,)
-    end: torch.Tensor  # (N,)
-    turn_of: torch.Tensor  # (M,) the turn of each response token, and its place in ids
-    token_row: torch.Tensor  # (M,)
-    token_col: torch.Tensor  # (M,)
+    length: torch.Tensor  # (B,) without padding
+    row: torch.Tensor  # (N,) the sequence of each turn
+    start: torch.Tensor  # (N,) the first position of each turn's response
+    end: torch.Tensor  # (N,) the position after its last
+    turn_of: torch.Tensor  # (M,) the turn of each response token
+    token_row: torch.Tensor  # (M,) its sequence
+    token_col: torch.Tensor  # (M,) its position
 
     def to(self, device) -> "Batch":
         return Batch(*(x.to(device) for x in self))
@@ -143,9 +143,9 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     attention, else (R, 1, T, S), additive or boolean -> (R, T, H, E), None."""
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"attention with {name}")
+            raise ValueError(f"grouped_query_attention does not support {name}")
     mask, sdpa = attention_mask, F.scaled_dot_product_attention
-    empty = mask is not None and mask.numel() == 0  # see ActorCritic.causal
+    empty = mask is not None and mask.numel() == 0  # see ActorCritic.causal_kwargs
     causal = empty or mask is None and query.shape[2] > 1  # a single query sees the whole cache
     mask = None if empty else mask
     grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E
@@ -222,12 +222,13 @@ class Scores(NamedTuple):
 @dataclass
 class ActorCritic:
     """A causal LM that is read as policy, V and Q. value_ids = (w+, w-); stop_ids end a response;
-    tau_v and r_max are those of Eq. 1 and 2. The model's attention is replaced by an equivalent one
-    (grouped_query_attention); everything else about it works as before."""
+    tau_v and r_max are those of Eq. 1 and 2. If every layer attends to all previous tokens, the
+    model's attention is replaced by an equivalent one (grouped_query_attention); everything else
+    about it works as before."""
 
     model: torch.nn.Module
     tokenizer: object
-    chat: "Chat"  # None without a chat template: enough to score and to sample token ids
+    chat: "Chat"  # None without a chat template; token ids can be scored and sampled all the same
     value_ids: tuple
     stop_ids: tuple
     tau_v: float = 1.0
@@ -252,7 +253,7 @@ class ActorCritic:
             self.backbone = compiled_layers(self.backbone)
             self.token_scores = compiled(token_scores)
 
-    def causal(self, ids) -> dict:
+    def causal_kwargs(self, ids) -> dict:
         """Keyword arguments of our own forward passes over ids (R, T): an empty mask, so that
         transformers does not build one, nor wait for the GPU to find out whether there is padding.
         Other passes, such as those of generate, get the mask they need."""
@@ -262,11 +263,12 @@ class ActorCritic:
                 "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
 
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (B, T), padded on the right -> (B, T, D). If compiled, the result has a few rows and
-        positions more, so that one row, or every new width, is not compiled again."""
+        """ids (B, T), padded on the right -> (B, T, D). If compiled, ids are padded to a width
+        divisible by 8 and to two rows, so that less is compiled again, and so is the result."""
         if self.compile:
             ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, len(ids) == 1))
-        return self.backbone(input_ids=ids, use_cache=False, **self.causal(ids)).last_hidden_state
+        out = self.backbone(input_ids=ids, use_cache=False, **self.causal_kwargs(ids))
+        return out.last_hidden_state
 
     def readout(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., D) -> p in [-1, 1], (...). Only two rows of the head are used, in float32, because
@@ -292,8 +294,8 @@ class ActorCritic:
                                             preserve_rng_state=False)
         parts = [score_chunk(*chunk, self.head, self.value_index) for chunk in chunks]
         logp, h = (torch.cat(column) for column in zip(*parts))
-        ends = torch.stack([hidden[batch.row, batch.start - 1], hidden[batch.row, batch.end - 1]])
-        p_v, p_q = self.readout(ends)  # SAPO: V sees no action, Q sees no reward
+        boundaries = hidden[batch.row, batch.start - 1], hidden[batch.row, batch.end - 1]
+        p_v, p_q = self.readout(torch.stack(boundaries))  # SAPO: V sees no action, Q no reward
         return Scores(logp, h, p_v, p_q)
 
     def stopped(self, ids: list[int]) -> bool:
@@ -349,10 +351,13 @@ class Chat:
         try:
             text = self.render(self.USER, self.RESPONSE, self.USER)
         except Exception as error:  # there is no template, or it fails in a way of its own
-            raise ValueError(f"no chat template, choose an instruct model: {error}") from None
-        if (text.count(self.USER), text.count(self.RESPONSE)) != (2, 1) or not tokenizer.is_fast:
-            raise ValueError("no fast tokenizer with a chat template that keeps the assistant's "
-                             "messages (chat_template.jinja has it): choose an instruct model")
+            raise ValueError("the chat template fails with messages of user, assistant and user: "
+                             f"{error}") from None
+        if not tokenizer.is_fast:
+            raise ValueError("this is not one of transformers' fast tokenizers")
+        if (text.count(self.USER), text.count(self.RESPONSE)) != (2, 1):
+            raise ValueError("the chat template drops or repeats messages: choose an instruct "
+                             "model whose template keeps all of them")
         # the parts around a message, because rendering the template in every turn would be slow
         self.begin, self.end = self.render(self.USER).split(self.USER)
         self.between = text.partition(self.RESPONSE)[2].split(self.USER)[0]
@@ -370,8 +375,9 @@ class Chat:
                                                   add_generation_prompt=True)
 
     def protect(self, ids) -> None:
-        """From now on, `encode` makes no control token of any text: no special token, and no added
-        token that is in `ids` or in the template. <think> and <action> stay as they are."""
+        """From now on, `encode` produces no control token from the text that it is given: no
+        special token, and no added token that is in `ids` or in the template. The tags of thoughts
+        and actions stay as they are."""
         added = self.tokenizer.added_tokens_decoder
         ids = {*ids, *self.template_ids(self.begin + self.between + self.end)}
         names = {token.content for i, token in added.items() if token.special or i in ids}
@@ -399,7 +405,7 @@ class Chat:
 
     def end_of_turn_id(self) -> int:
         """The token that ends the assistant's message: the first after a response."""
-        return self.encode_user_turn("-", [None])[0]
+        return self.encode_user_turn("-", [None])[0]  # as if something came before
 
     def encode_user_turn(self, text: str, before=()) -> list[int]:
         """The token ids of a user message, up to where the response begins. `before`: those of the
@@ -478,7 +484,8 @@ def find_file(where, name: str):
 
 
 def is_tiny(name: str) -> bool:
-    """Whether a name is "random" or that of a model as small as the tiny ones."""
+    """Whether a name is that of a model as small as the tiny ones, or "random", from which
+    tools/imitate.py starts."""
     config = local_folder(name) / "config.json"
     return name == "random" or (
         config.is_file() and json.loads(config.read_text()).get("hidden_size") == 64)
@@ -497,7 +504,7 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
         if find_file(where, "adapter_config.json"):
             raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
                              "into its model first (peft: merge_and_unload, save_pretrained)")
-        # older tiny models are of a type for which AutoTokenizer ignores tokenizer.json
+        # folders that we saved have a tokenizer.json, which AutoTokenizer ignores for some types
         tokenizer_class = (transformers.PreTrainedTokenizerFast if find_file(where, "sapo.json")
                            else transformers.AutoTokenizer)
         tokenizer = tokenizer_class.from_pretrained(where, **options)
@@ -527,8 +534,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
                  r_max: float | None = None) -> ActorCritic:
     """Wraps a model that is loaded already. w+ and w- are the two `value_tokens` (names or ids), or
     `value_ids`, or those in the sapo.json of the folder the model was loaded from (like tau_v and
-    r_max), or two tokens that no text uses. Where they are new, their rows in the head are set to
-    0. ValueError: the model cannot be used."""
+    r_max), or two tokens that no text uses. The head's rows of tokens that are reserved here for
+    the first time are set to 0. ValueError: the model cannot be used."""
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
@@ -542,9 +549,9 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     head = model.get_output_embeddings()
     stop_ids = find_stop_ids(model, tokenizer, chat)
     if value_tokens or not value_ids:
-        trained, value_ids = value_ids, reserve_value_ids(
+        stored_ids, value_ids = value_ids, reserve_value_ids(
             tokenizer, len(head.weight), stop_ids, value_tokens)
-        if value_ids != tuple(trained or ()):  # V = Q = 0, and near 0 bfloat16 is at its finest
+        if value_ids != tuple(stored_ids or ()):  # V = Q = 0, and near 0 bfloat16 is at its finest
             for p in head.parameters():
                 p.data[[*value_ids]] = 0
     if chat:
@@ -578,8 +585,8 @@ def reserve_value_ids(tokenizer, rows: int, taken, named=None) -> tuple[int, int
                     for n in named)
         if ids[0] == ids[1] or not all(0 <= i < rows and i not in used for i in ids):
             raise ValueError(f"--value_tokens {' '.join(map(str, named))}: give two different "
-                             f"tokens, or ids below {rows}, that no chat template or end of a "
-                             "response uses")
+                             f"tokens, or ids below {rows}, that neither the chat template nor "
+                             "the tokenizer uses for a purpose of its own")
         return ids
     if rows - max(vocabulary.values()) > 2:
         return rows - 2, rows - 1
@@ -659,7 +666,7 @@ def check_head(lm: ActorCritic) -> None:
                          "they are not finite")
 
 
-# ------------------------------------------------ is a faster way of computing right? comparisons
+# ---------------------------------------------------------- checks of faster ways of computing
 
 @contextlib.contextmanager
 def in_float32(backbone) -> Iterator[None]:
@@ -706,9 +713,9 @@ def excess_error(found, plain, exact) -> tuple[float, float] | None:
 
 def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
     """Returns lm with compiled scoring; or lm itself, with a warning, if compiling fails or if
-    log-probs, entropies, values or gradients are wrong. It is compiled with a batch of about as
-    many `tokens` as a micro-batch has, because the compiler plans for the sizes that it sees first,
-    and compared on a small one."""
+    log-probs, entropies, values or gradients are wrong. It is compiled on a batch of about `tokens`
+    tokens, as in a micro-batch, because the compiler plans for the sizes that it sees first. The
+    results are compared on a small batch."""
     from runtime.compile import warn
     length = max(2, min(500, lm.max_length, tokens // 3))
     generator = torch.Generator().manual_seed(0)
@@ -737,8 +744,9 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
 
 
 def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
-    """-> "scores": all numbers of lm.score(batch); "gradients" and "norms": for each parameter, of
-    the gradient of their sum, the projection on a random vector of signs, and the norm."""
+    """-> "scores": all numbers of lm.score(batch). Their sum is differentiated: for each parameter,
+    "gradients" has the projection of its gradient on a fixed vector of random signs, and "norms"
+    the gradient's norm."""
     lm.model.zero_grad(set_to_none=True)
     scores = torch.cat(lm.score(batch))
     scores.sum().backward()

@@ -1,4 +1,4 @@
-"""Playing tasks: one trajectory per task, many of them side by side.
+"""Playing tasks, many of them side by side.
 
     Sampler   prompts -> responses, by one of two engines that agree up to rounding
                 kv   our KV-cache decoding loop with continuous batching
@@ -36,17 +36,18 @@ class LayerCache:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        self.write = self.kv_length = self.read = None  # set by DecodeState.forward
+        # set by DecodeState.forward: where to write, and what to read
+        self.write_index = self.kv_length = self.read_slots = None
 
     def update(self, k, v, *args, **kwargs):
         """Writes k, v (R, H', T, E) where `forward` said -> the keys and values to attend to."""
-        slot, position = self.write  # they broadcast to (R, T)
+        slot, position = self.write_index  # they broadcast to (R, T)
         # indexing keys.transpose(1, 2) instead would make the compiled step copy the whole cache
         self.keys[slot, :, position] = k.transpose(1, 2)
         self.values[slot, :, position] = v.transpose(1, 2)
         if not self.kv_length:  # new sequences: all they attend to is in k and v
             return k, v
-        slots = slice(len(k)) if self.read is None else self.read
+        slots = slice(len(k)) if self.read_slots is None else self.read_slots
         return self.keys[slots, :, :self.kv_length], self.values[slots, :, :self.kv_length]
 
 
@@ -65,7 +66,7 @@ class DecodeState:
         self.is_stop = is_stop  # (vocabulary,)
         self.backbone = lm.model.base_model
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
-        self.cache_name = "cache" if "cache" in out else "past_key_values"  # since 5.24 the first
+        self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
         self.layers = [LayerCache(layer.keys[:0, :, :1], layer.values[:0, :, :1])
                        for layer in out[self.cache_name].layers]
         self.max_length = 0  # S
@@ -92,8 +93,8 @@ class DecodeState:
         self.max_length = max_length
 
     def copy_slots(self, moves: list[tuple[int, int]], kv_length: int) -> None:
-        """For every (target, source), copies slot source to slot target, up to position
-        kv_length."""
+        """For every (target, source), copies slot source to slot target, up to position kv_length.
+        All are copied at once, so that (a, b) and (b, a) swap two slots."""
         target, source = to_device_async(moves, self.position.device).T
         for layer in self.layers:
             for x in (layer.keys, layer.values):
@@ -134,13 +135,14 @@ class DecodeState:
         slots are new."""
         index = torch.arange(len(ids), device=ids.device) if slots is None else slots
         for layer in self.layers:
-            layer.write, layer.kv_length, layer.read = (index[:, None], position), kv_length, slots
+            layer.write_index = index[:, None], position
+            layer.kv_length, layer.read_slots = kv_length, slots
         if kv_length:
             unseen = torch.arange(kv_length, device=ids.device) > position[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=self.hidden.dtype, device=ids.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
         else:
-            mask = self.lm.causal(ids).get("attention_mask")
+            mask = self.lm.causal_kwargs(ids).get("attention_mask")
         # padding is at position S, which may be more than the model has; any valid one will do
         position_ids = position % min(self.max_length, self.lm.max_length)
         return self.backbone(input_ids=ids, position_ids=position_ids, attention_mask=mask,
@@ -154,7 +156,7 @@ class DecodeState:
         self.position[:n] += active
         num_generated += active
         ended = active & (self.is_stop[token] | (num_generated == self.max_new_tokens))
-        p_q = self.lm.readout(hidden)  # SAPO: Q costs one forward pass of the last token
+        p_q = self.lm.readout(hidden)  # SAPO: for Q the last token goes through the model too
         self.readouts[:n, 1] = torch.where(ended, p_q, self.readouts[:n, 1])
         active &= ~ended
 
@@ -163,7 +165,7 @@ class DecodeState:
         return self.layers[layer_idx].update(k, v)
 
     def get_seq_length(self, layer_idx=0):
-        return 0  # only pending for where no position_ids are given, and they always are
+        return 0  # transformers asks for it only where no position_ids are given; we give them
 
 
 def to_device_async(numbers, device) -> torch.Tensor:
@@ -194,7 +196,7 @@ class Sequence:
 
 
 class Mode(NamedTuple):
-    """How a sampler computes."""
+    """What makes a sampler's decoding step faster."""
 
     cuda_graphs: bool = False
     compiled: bool = False
@@ -269,7 +271,8 @@ class Sampler:
         self.enqueue(key, sequence, uniforms)
 
     def generate(self, prompts: list, seed: int = 0) -> list[Response]:
-        """The common case. Prompts, each a user message or a list of token ids -> Responses."""
+        """The common case: prompts, each a user message or a list of token ids -> Responses. It
+        forgets all other sequences of this sampler first."""
         ids = [self.lm.chat.encode_user_turn(p) if isinstance(p, str) else [*p] for p in prompts]
         u = [uniform_numbers((seed,), n, 0, self.max_new_tokens) for n in range(len(ids))]
         self.forget()
@@ -277,12 +280,13 @@ class Sampler:
 
     @torch.no_grad()
     def run(self, steps: int | None = None) -> list:
-        """Decodes until at least one response is complete, or for `steps` steps, and returns the
-        complete ones as [(key, Response)]. The hf engine completes all of them."""
+        """Decodes until at least one response is complete, or for `steps` steps (default
+        max_new_tokens), and returns the complete ones as [(key, Response)], which may be none. The
+        hf engine completes all."""
         if not self.busy:
             return []
         finished = (generate_with_hf(self) if self.engine == "hf"
-                    else self.decode(steps or self.max_new_tokens))
+                    else self.decode(self.max_new_tokens if steps is None else steps))
         self.tokens_sampled += sum(len(response.ids) for _, response in finished)
         return finished
 
@@ -304,15 +308,16 @@ class Sampler:
         return len(self.waiting) + self.num_active
 
     def forget(self) -> None:
-        """Forgets all sequences, which is necessary when the weights change. Keeps the memory."""
+        """Forgets all sequences, which is necessary when the weights change. The memory of the KV
+        cache is kept, to be used again."""
         self.sequences = {}  # all of them, by key
         self.waiting = []  # those that wait to be prefilled
         self.slots = []  # the sequence in each slot; None: the slot is free
-        self.num_active = 0
+        self.num_active = 0  # slots that are decoded, with finished ones until they are popped
         self.snapshots = []  # not yet read by the host
 
     def drop(self, key) -> None:
-        """Forgets a conversation that is over. One that is being decoded stays."""
+        """Frees the slot of an idle conversation, in "full"; does nothing for any other key."""
         sequence = self.sequences.get(key)
         if sequence and sequence.response is not None:
             self.slots[self.slots.index(sequence)] = None
@@ -389,7 +394,7 @@ class Sampler:
         for sequence in active:
             sequence.num_cached += 1
         longest = max(sequence.num_cached for sequence in active)
-        self.decoder(*self.round_up(self.num_active, min(longest, self.state.max_length)))
+        self.decode_step(*self.round_up(self.num_active, min(longest, self.state.max_length)))
         self.steps += 1
 
     def decode_one_token(self, n: int, kv_length: int) -> None:
@@ -419,7 +424,7 @@ class Sampler:
         if event:
             event.synchronize()
         finished = []
-        keep = dict.fromkeys(range(self.num_active))
+        keep = dict.fromkeys(range(self.num_active))  # a set with an order
         for i, (sequence, is_active) in enumerate(zip(sequences, active.tolist())):
             if is_active or sequence is None:
                 continue
@@ -465,7 +470,7 @@ class Sampler:
         size = self.round_up(max(slots, had[0]), max(longest, had[1]))
         if size != had:
             state.resize(*size)
-            self.decoder = self.make_decoder()  # captured graphs hold the old addresses
+            self.decode_step = self.make_decode_step()  # captured graphs hold the old addresses
 
     def round_up(self, n, kv_length):
         """On a GPU, rounds numbers of slots and positions up, so that there are few sizes to
@@ -485,7 +490,7 @@ class Sampler:
         self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
         self.lag = 1 if gpu else 0  # how many snapshots the host is behind
         self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
-        self.make_decoder = lambda: self.decode_one_token
+        self.make_decode_step = lambda: self.decode_one_token
         backbone = self.lm.model.base_model
         try:
             rope = str(getattr(backbone.config, "rope_parameters", ""))
@@ -493,20 +498,21 @@ class Sampler:
                 raise ValueError("not every layer attends to all previous tokens, or the rotary "
                                  "embedding depends on the sequence length")
             self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-            self.decoder, mode = self.make_decoder(), Mode()
+            self.decode_step, mode = self.make_decode_step(), Mode()
             find_error = check_against_reference if check else lambda sampler: ""
             if gpu or compile:
                 from runtime.compile import select_mode
                 modes = [Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
                 if not check:
                     modes = [self.lm.sampling_modes.get((self.context, compile), modes[0])]
-                mode = select_mode(self, find_error, modes)  # it also sets make_decoder
+                mode = select_mode(self, find_error, modes)  # it also sets make_decode_step
             elif error := find_error(self):
                 raise ValueError(error)
             if check:
                 self.lm.sampling_modes[self.context, compile] = mode
         except (ValueError, AttributeError, TypeError, LookupError) as error:
-            why = "" if isinstance(error, ValueError) else "its KV cache has another form; "
+            why = "" if isinstance(error, ValueError) else (
+                f"probably its KV cache has another form; {type(error).__name__}: ")
             raise ValueError(f"the kv engine does not support {type(self.lm.model).__name__}, use "
                              f"--engine hf: {why}{error}") from None
 
@@ -527,7 +533,7 @@ def generate_with_hf(sampler: Sampler) -> list:
 
     def force_token(input_ids, scores):
         """A logits processor that leaves only the token drawn by sample_token."""
-        u = uniforms[:, min(len(logps), sampler.max_new_tokens - 1)]  # a GPU runs one step more
+        u = uniforms[:, min(len(logps), sampler.max_new_tokens - 1)]  # a GPU may run one step more
         token, logp = sample_token(scores, u, lm.value_index, sampler.temperature)
         logps.append(logp)
         return torch.full_like(scores, float("-inf")).scatter(1, token[:, None], 0.0)
@@ -539,8 +545,10 @@ def generate_with_hf(sampler: Sampler) -> list:
         lambda head, inputs, output: output if output.dtype == torch.float32 else (
             float32_logits(inputs[0].flatten(0, -2), head).view(output.shape)))
     try:
-        model.generation_config = transformers.GenerationConfig()  # no top-k, which would change
-        model.config._attn_implementation = attention.replace("grouped", "sdpa")  # the policy
+        # the model's own settings, such as top-k, would change the policy
+        model.generation_config = transformers.GenerationConfig()
+        # generate passes masks of the padding on the left, which sdpa takes as they are
+        model.config._attn_implementation = attention.replace("grouped", "sdpa")
         out = model.generate(
             ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
             max_new_tokens=sampler.max_new_tokens, eos_token_id=list(lm.stop_ids),
@@ -558,7 +566,7 @@ def generate_with_hf(sampler: Sampler) -> list:
     return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
 
 
-# --------------------------------------------------- is the kv engine right? checked at the start
+# ----------------------------------------------- the kv engine's check against plain forward passes
 
 CHECK_PROMPTS = (  # of several lengths
     "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1, a fridge 1 "
@@ -570,8 +578,8 @@ CHECK_PROMPTS = (  # of several lengths
 CHECK_STEPS = 20  # tokens of each response
 
 
-def check_prompt(lm, text, before=()):
-    """-> token ids. Without a chat template, they are those of the text alone."""
+def encode_check_prompt(lm, text, before=()):
+    """Encodes one of CHECK_PROMPTS -> token ids. Without a chat template, of the text alone."""
     return lm.chat.encode_user_turn(text, before) if lm.chat else lm.tokenizer(text).input_ids
 
 
@@ -584,7 +592,7 @@ def check_against_reference(sampler: Sampler) -> str:
     stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
     steps = min(CHECK_STEPS, sampler.max_new_tokens)
     room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
-    longest = max(len(check_prompt(lm, text)[:room]) for text in CHECK_PROMPTS)
+    longest = max(len(encode_check_prompt(lm, text)[:room]) for text in CHECK_PROMPTS)
     sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
     rng = np.random.default_rng(0)
     sampler.forget()
@@ -597,7 +605,7 @@ def check_against_reference(sampler: Sampler) -> str:
         lm.head.weight[lm.value_index] = random_readout_rows(lm)
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
-                ids += check_prompt(lm, CHECK_PROMPTS[key], ids)[:room]
+                ids += encode_check_prompt(lm, CHECK_PROMPTS[key], ids)[:room]
                 u = rng.random(sampler.max_new_tokens, dtype=np.float32)
                 sequences[key][2].append(u)
                 sampler.enqueue(key, ids, u)
@@ -611,7 +619,7 @@ def check_against_reference(sampler: Sampler) -> str:
                 spans.append((len(ids), len(ids) + len(response.ids)))
                 ids += response.ids
                 responses[-1] = response, responses[-1][:len(response.ids)]
-        sampled, plain, exact = measured_and_expected(sampler, sequences)
+        sampled, plain, exact = sampled_plain_exact(sampler, sequences)
     finally:
         lm.head.weight[lm.value_index] = saved_rows
         sampler.is_stop.copy_(stops)
@@ -627,13 +635,13 @@ def check_against_reference(sampler: Sampler) -> str:
 def random_readout_rows(lm) -> torch.Tensor:
     """Random head rows for w+ and w-, (2, D), that make V and Q about 0.3 R_max. A new model's are
     0, with which V and Q would look right whatever hidden state they were read from."""
-    ids = torch.tensor([check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
+    ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
     hidden = lm.hidden_states(ids).float()
     rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
     return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
 
 
-def measured_and_expected(sampler, sequences) -> tuple[dict, dict, dict]:
+def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
     """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
     same keys: the sampler's results, those of a plain forward pass, and those of one in float32.
 
@@ -652,10 +660,10 @@ def measured_and_expected(sampler, sequences) -> tuple[dict, dict, dict]:
 
     def hidden_states():
         return lm.model.base_model(input_ids=batch.ids, use_cache=False,
-                                   **lm.causal(batch.ids)).last_hidden_state
+                                   **lm.causal_kwargs(batch.ids)).last_hidden_state
 
     def distribution(hidden, index):
-        """Indices of tokens (m,) -> their log-probs and the ends of the intervals, (m, W)."""
+        """Indices of tokens (m,) -> their log-probs and the cdf of the intervals, (m, W)."""
         before = hidden[batch.token_row[index], batch.token_col[index] - 1]
         logits = float32_logits(before, lm.head) / (temperature or 1)
         logp = restricted_log_softmax(logits, lm.value_index)
@@ -667,28 +675,29 @@ def measured_and_expected(sampler, sequences) -> tuple[dict, dict, dict]:
     parts = []
     for index in torch.arange(len(token), device=lm.device).split(64):  # (64, W) at a time
         column = token[index, None]
-        logp_plain, ends_plain = distribution(hidden_plain, index)
-        logp_exact, ends = distribution(hidden_exact, index)
-        moved = (ends - ends_plain).abs().amax(-1)
-        end, chosen = ends.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
-        outside = ends.amax(-1) - end
+        logp_plain, cdf_plain = distribution(hidden_plain, index)
+        logp_exact, cdf = distribution(hidden_exact, index)
+        rounding = (cdf - cdf_plain).abs().amax(-1)
+        end, chosen = cdf.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
+        outside = cdf.amax(-1) - end
         if temperature:
             outside = torch.maximum(u[index] - end, end - chosen.exp() - u[index]).clamp(min=0)
-        parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, moved))
-    logp_plain, logp_exact, outside, moved = map(torch.cat, zip(*parts))
+        parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
+    logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
     value_plain, value_exact = (torch.stack([
         lm.readout(x[batch.row, batch.start - 1]), lm.readout(x[batch.row, batch.end - 1])], 1)
         for x in (hidden_plain, hidden_exact))
-    zeros = torch.zeros_like(moved)
+    zeros = torch.zeros_like(rounding)
     return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
-            {"log-probs": logp_plain, "choices of tokens": moved, "V and Q": value_plain},
+            {"log-probs": logp_plain, "choices of tokens": rounding, "V and Q": value_plain},
             {"log-probs": logp_exact, "choices of tokens": zeros, "V and Q": value_exact})
 
 
 # ------------------------------------------------------------------------------------ trajectories
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
-# Streams of random numbers. Trial k of Reflexion (tools/prompted.py) has the stream EVALUATION + k.
+# Streams of random numbers. Two are those of tools/imitate.py. Trial k of Reflexion in
+# tools/prompted.py has the stream EVALUATION + k.
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
@@ -710,7 +719,7 @@ class Turn:
     turn: int  # from 0
     prompt_ids: list
     action_ids: list  # the tokens the policy chose, the stop token included
-    logp: list  # log-probs of action_ids at the sampling temperature
+    logp: list  # log-probs of action_ids, as in Response
     v: float  # V and Q when the turn was sampled, in units of return
     q: float
     reward: float
@@ -718,14 +727,14 @@ class Turn:
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool
     score: float  # the environment's, 0 to 1
-    task: str
+    task: str  # its id
     category: str
     prompt: str
-    text: str  # the response
+    text: str  # of the response
     action: str
     end: End | None = None  # of the last turn: why the episode ended
     obs: str = ""  # the observation that it responds to, as the environment gave it
-    advantage: float = float("nan")  # Eq. 7, once it is known
+    advantage: float = float("nan")  # in the update, the mean over its tokens, once it is known
 
     @property
     def done(self) -> bool:
@@ -742,7 +751,7 @@ class Turn:
 
 
 def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:
-    """The n random numbers in [0, 1) of one turn."""
+    """The n random numbers in [0, 1) of one turn. seed: such as (seed, iteration, stream)."""
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
@@ -776,7 +785,7 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=reward,
-            end=End.HORIZON if truncated else End.TERMINATED if terminated else None,
+            end=End.TERMINATED if terminated else End.HORIZON if truncated else None,
             invalid=not valid, admissible=builder.accepts(action), won=info["won"],
             score=info["score"], category=info["category"], prompt=prompt, text=text, action=action,
             obs=builder.obs))
@@ -790,7 +799,7 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
 def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
                  max_num_seqs: int | None = None, history: int = 2,
                  make_prompts: Callable | None = None, label: str = "rollout") -> Iterator[tuple]:
-    """Plays every task once, max_num_seqs of them side by side (default: all), and yields (traj,
+    """Plays each of the tasks, max_num_seqs of them side by side (default: all), and yields (traj,
     turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
     (default 0, 1, ...), which with `seed` determine the random numbers. make_prompts(traj, turns,
     builder) can replace the environment's prompts. An episode whose next prompt does not fit is

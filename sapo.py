@@ -1,4 +1,5 @@
-"""SAPO (Single-Rollout Autoregressive Policy Optimization): the algorithm, as pure functions.
+"""The algorithm of SAPO, as pure functions (Liang, Feng, An, Liu: Single-Rollout Autoregressive
+Policy Optimization for Agentic Reinforcement Learning, github.com/dy-liang/SAPO).
 
 A language model acts in turns t = 1, 2, ... One causal forward pass over [context, response] gives
 the policy, the state value V (read just before the response) and the action value Q (read just
@@ -14,10 +15,10 @@ after it). This file has what follows from them:
 It needs only torch: copy it. Equation numbers are the paper's, and `# SAPO:` marks what is new:
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
-Shapes: N turns, M response tokens, B sequences, T tokens. p is a readout in [-1, 1]; V = R_max p.
-A loss is a sum divided by `denom`, the number of tokens or turns of the whole mini-batch. So the
-losses of micro-batches and ranks add up, and gradients must be summed, not averaged. The same holds
-for `info`, except for names in _max.
+Shapes: N turns, M response tokens, B sequences, T tokens. Readouts p are in [-1, 1] (Eq. 1), and V
+and Q are R_max p (Eq. 2). A loss is a sum divided by `denom`, the number of tokens or turns of the
+whole mini-batch. So the losses of micro-batches and ranks add up, and gradients must be summed, not
+averaged. The same holds for `info`, except for names that end in _max.
     python sapo.py       works through one small trajectory
 """
 import math
@@ -35,8 +36,9 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
 
     All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the
     turn (terminated or truncated: both are terminal), V_old and Q_old in units of return. Turns may
-    be in any order and may be duplicated. The value after a trajectory's last known turn is 0.
-    ValueError: shapes differ, or turns are missing in the middle of a trajectory."""
+    be in any order and may be duplicated (by padding a batch, for example). The value after a
+    trajectory's last known turn is 0. ValueError: shapes differ, or turns are missing in the middle
+    of a trajectory."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
         raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
     v_old, turn = v_old.to(torch.promote_types(v_old.dtype, torch.float32)), turn.long()
@@ -84,7 +86,8 @@ def episode_returns(traj: Tensor, reward: Tensor) -> Tensor:
 @torch.no_grad()
 def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: float = 0.0,
                          valid: Tensor | None = None, eps: float = 1e-8, group=None) -> Tensor:
-    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. Never NaN.
+    """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. Never NaN
+    where adv is finite, even with one turn or none.
 
     invalid (N,)  turns with an invalid action; their advantage is reduced by c_inv, in units of
                   return, before normalization
@@ -185,8 +188,8 @@ def kl_loss(logp: Tensor, logp_ref: Tensor, mask: Tensor | None = None, *, denom
 def actor_loss(logp: Tensor, entropy: Tensor, *, logp_old: Tensor, logp_ref: Tensor | None,
                adv: Tensor, mask: Tensor | None = None, clip: float = 0.2, beta: float = 0.01,
                c_h: float = 0.001, tokens=None) -> tuple[Tensor, dict]:
-    """The terms of Eq. 12 that are not value losses -> (loss, info). It is the whole loss of the
-    methods without V and Q. All tensors have one shape, (M,) or (B, T); logp_ref may be None if
+    """The terms of Eq. 12 that are not value losses -> (loss, info). It is the policy's whole
+    loss in the other methods. All tensors have one shape, (M,) or (B, T); logp_ref may be None if
     beta is 0."""
     if beta and logp_ref is None:
         raise ValueError("the KL term (beta > 0) needs logp_ref")
@@ -225,13 +228,15 @@ def sapo_loss(logp: Tensor, entropy: Tensor, p_v: Tensor, p_q: Tensor, *, logp_o
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
-    """1 - Var(target - value) / Var(target). A perfect value has 1, a constant has 0."""
+    """1 - Var(target - value) / Var(target). A perfect value has 1, a constant has
+    0; if the target is constant, it is 0."""
     variance = target.var(correction=0)
     return (1 - (target - value).var(correction=0) / variance).item() if variance > 0 else 0.0
 
 
 # ------------------------------------------------------------ the methods SAPO is compared with
-# All tensors are (N,), over turns in any order. Scores and rewards must be floating-point.
+# Unless a function says otherwise, tensors are (N,), over turns in any order. Scores and rewards
+# must be floating-point.
 
 
 def per_trajectory(traj, group, score):
@@ -336,13 +341,13 @@ def token_gae(value: Tensor, mask: Tensor, score: Tensor, *, gamma: float = 1.0,
 
 def main():
     """Works through one trajectory: four turns of three tokens, gamma = lambda = 0.95."""
-    actions = ["go to fridge 1", "open fridge 1", "eat the fridge", "take apple 1 from fridge 1"]
+    actions = ["go to fridge 1", "open fridge 1", "(no action tags)", "take apple 1 from fridge 1"]
     reward, done = torch.tensor([0.0, 0, 0, 10]), torch.tensor([0.0, 0, 0, 1])
     v, q, r_max = torch.tensor([2.0, 3, 5, 4]), torch.tensor([2.5, 4, 1, 8]), 10.0
     adv, y_v, y_q = turn_targets(torch.zeros(4), torch.arange(4), reward, done, v, q,
                                  gamma=0.95, lam=0.95)
     adv_hat = normalize_advantages(adv, invalid=torch.tensor([0, 0, 1, 0]), c_inv=0.1)
-    print("A task solved in four turns. The third answer breaks the format.\n")
+    print("A task solved in four turns. The third response has no action tags, so it is invalid.\n")
     print(f"{'turn  action':34}{'r':>6}{'V':>6}{'Q':>6}   A (5)  y_V (6)  y_Q (6)  A^ (7)")
     for t, action in enumerate(actions):
         print(f"{t + 1:>4}  {action:28}{reward[t]:6.1f}{v[t]:6.1f}{q[t]:6.1f}"

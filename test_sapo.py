@@ -1259,7 +1259,7 @@ def test_gpu_scheduling_samples_the_same_tokens(context, monkeypatch):
     as_on_a_gpu(monkeypatch)
     for one, max_num_seqs in zip(plain, (99, 5)):
         turns, sampler = play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)
-        assert len(sampler.decoder.graphs) > 1
+        assert len(sampler.decode_step.graphs) > 1
         same_tokens_and_values(one, turns)
 
 
@@ -1275,7 +1275,7 @@ def test_failed_compilation_or_capture_falls_back_to_eager_with_a_warning(monkey
     monkeypatch.setattr(compile_module.CudaGraphs, "capture", Fails().forward)
     turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     same_tokens_and_values(plain, turns)
-    assert not isinstance(sampler.decoder, compile_module.CudaGraphs)
+    assert not isinstance(sampler.decode_step, compile_module.CudaGraphs)
     batch = make_batch([sample[:2] for sample in make_samples(turns, "window")])
     for ours, theirs in zip(compiled_scoring(lm, 1000).score(batch), lm.score(batch)):
         torch.testing.assert_close(ours, theirs)
@@ -1305,11 +1305,11 @@ def test_modes_with_wrong_results_are_not_used(monkeypatch, caplog):
     monkeypatch.setattr(compile_module, "compiled_layers", lambda body: body)
     monkeypatch.setattr(compile_module, "compiled", by_another_number)
     _, sampler = play(lm, "kv", "full", 1.0, sampler_options={"compile": True})
-    assert isinstance(sampler.decoder, compile_module.CudaGraphs) and len(caplog.records) == 1
+    assert isinstance(sampler.decode_step, compile_module.CudaGraphs) and len(caplog.records) == 1
     monkeypatch.setattr(compile_module.CudaGraphs, "capture", wrong)
     turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     same_tokens_and_values(plain, turns)
-    assert sampler.decoder.__name__ == "decode_one_token"
+    assert sampler.decode_step.__name__ == "decode_one_token"
     assert [record.getMessage().split(": ")[0] for record in caplog.records[1:]] == [
         f"sampling does not use {mode}"
         for mode in ("CUDA graphs and torch.compile", "CUDA graphs", "torch.compile")]
@@ -1474,7 +1474,7 @@ def test_decoding_runs_eagerly_where_memory_is_too_short_to_capture(monkeypatch,
                         mock.Mock(side_effect=torch.OutOfMemoryError))
     turns, sampler = play(lm, "kv", "window", 1.0)
     same_tokens_and_values(plain, turns)
-    assert isinstance(sampler.decoder, compile_module.CudaGraphs)
+    assert isinstance(sampler.decode_step, compile_module.CudaGraphs)
     assert "no memory left to capture a decoding step of 8 slots" in caplog.text
 
 
@@ -1485,7 +1485,7 @@ def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     on_cpu = play(lm, "kv", context, 1.0)[0]
     lm = dataclasses.replace(lm, model=lm.model.cuda())
     turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": compile})
-    assert sampler.decoder.graphs
+    assert sampler.decode_step.graphs
     same_tokens_and_values(on_cpu, turns)
     same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
 

@@ -1,6 +1,6 @@
 """Algorithm 1: one causal language model learns to act and to value from one rollout per task.
 
-    python train.py                                                a tiny model in an embedded house
+    python train.py                                                a tiny model, a built-in house
     python train.py --env alfworld --model Qwen2.5-1.5B-Instruct   the paper's setting, on one GPU
     torchrun --nproc_per_node=2 --shutdown-timeout 600 train.py ...   data-parallel ranks
     python train.py --resume --out RUN                             continues an interrupted run
@@ -64,18 +64,18 @@ def train(learner, pool, config, checkpoint=None):
 
 # ------------------------------------------------------------------------------ the gradient step
 
-GRAD_CLIP = 1.0  # the largest gradient norm; like the weight decay, verl-agent's
+GRAD_CLIP = 1.0  # the largest gradient norm; as in verl-agent, like AdamW's weight decay of 0.01
 
 
-def accumulate_gradients(model, micro_batches, loss_of, gradient_checkpointing=False):
-    """Adds up the gradients of loss_of(micro_batch) -> (loss, info). Returns the infos, each with
+def accumulate_gradients(model, micros, loss_of, gradient_checkpointing=False):
+    """Adds up the gradients of loss_of(micro-batch) -> (loss, info). Returns the infos, each with
     its loss. Losses are sums over a global denominator, so their gradients are added, never
     averaged."""
     model.zero_grad(set_to_none=True)
     model.train(gradient_checkpointing)  # transformers recomputes activations in train mode only
     infos = []
-    for micro_batch in micro_batches:
-        loss, info = loss_of(micro_batch)
+    for micro in micros:
+        loss, info = loss_of(micro)
         loss.backward()
         infos.append(info | {"loss": loss.detach()})
     model.eval()
@@ -83,9 +83,10 @@ def accumulate_gradients(model, micro_batches, loss_of, gradient_checkpointing=F
 
 
 def optimizer_step(model, optimizer, infos):
-    """All-reduces and clips the gradients and takes an optimizer step, unless the loss or the
-    gradient norm is not finite. Returns the infos summed over micro-batches and ranks (for names in
-    _max, their maximum), the gradient norm before clipping, and skipped_steps, 0 or 1."""
+    """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or the
+    gradient norm is not finite. Returns the infos summed over micro-batches and ranks (for names
+    that end in _max, their maximum), the gradient norm before clipping, and skipped_steps, 0 or 1.
+    """
     for p in model.parameters():
         p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
     all_reduce_sum([p.grad for p in model.parameters()])
@@ -112,14 +113,14 @@ class BehaviourScores(NamedTuple):
     logp: torch.Tensor  # (M,) log-probs of the response tokens
     entropy: torch.Tensor | None  # (M,), in nats; None if no forward pass was made
     p_v: torch.Tensor  # (N,) V_old / R_max; (M,) in PPO, whose critic values every token
-    p_q: torch.Tensor  # (N,) Q_old / R_max
+    p_q: torch.Tensor  # (N,) Q_old / R_max; with a separate critic, unused zeros like p_v
     sampler_logprob_diff: float  # mean |log-prob of the sampler - log-prob of a forward pass|
 
 
 class Targets(NamedTuple):
     """What an update learns from, lines 4 and 5; v, q and returns are for the log alone."""
 
-    adv: torch.Tensor  # (M,) the normalized advantage of every response token, Eq. 7
+    adv: torch.Tensor  # (M,) the normalized advantage of every response token, in SAPO Eq. 7
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
     returns: torch.Tensor  # (N,) discounted, from each turn on; PPO: undiscounted, of the episode
@@ -346,8 +347,8 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
         for group in micro_batches(samples, config.tokens_per_micro_batch):
             batch = make_batch([sample[:2] for sample in group]).to(device)
             tokens = slice(m, m + len(batch.turn_of))
-            positions = slice(len(ordered), len(ordered) + len(batch.start))
-            minibatches[-1].append(MicroBatch(batch, tokens, positions))
+            part = slice(len(ordered), len(ordered) + len(batch.start))
+            minibatches[-1].append(MicroBatch(batch, tokens, part))
             ordered += [turn for sample in group for turn in sample[2]]
             m = tokens.stop
     return RolloutBatch(ordered, device), minibatches
@@ -511,8 +512,8 @@ class Run:
         success, score                     means over episodes, sampled at temperature 1
         success_by_category                the same for each category of tasks
         valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
-        truncated, context_overflow        fractions of episodes that ended early, for any reason,
-                                           and because the next prompt did not fit
+        truncated, context_overflow        fractions of episodes cut off, by the horizon or because
+                                           the next prompt did not fit; by the latter alone
         response_truncated                 fraction of responses that reached --max_new_tokens
         loss, loss_policy, loss_v, loss_q  Eq. 12, 9, 11; ..._critic are a separate critic's
         kl, kl_max, entropy                per token, in nats: the KL to the initial model, mean and
@@ -593,9 +594,9 @@ class Run:
                 "--r_max, or scale the environment's rewards down"),
             "max_prompt": (
                 bool(unplayed),
-                f"the first prompt of game {unplayed[:1]} has more than {self.sampler.limit} "
-                "tokens; such episodes count as lost. Raise --max_prompt, which is allowed with "
-                "--resume, or lower --max_new_tokens")}
+                f"the first prompt of game {[*unplayed, None][0]} has more than "
+                f"{self.sampler.limit} tokens; such episodes count as lost. Raise --max_prompt, "
+                "which is allowed with --resume, or lower --max_new_tokens")}
         for name, (holds, text) in warnings.items():
             if holds and name not in self.warned:
                 print0(f"Warning: {text}")
@@ -635,7 +636,7 @@ class Config:
 
     env: str = "house"  # house, alfworld, webshop, webshop-human (goals by people), MODULE:CLASS
     model: str = "tiny"  # tiny (results/tiny-*), a hub id, a bare name (Qwen2.5-1.5B), a folder
-    data: str = None  # folder of the data: alfworld's json_2.1.1 is in it; webshop's catalogue
+    data: str = None  # the folder that contains alfworld's json_2.1.1, or webshop's catalogue
     out: str = None  # folder of the run; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
     seed: int = 0  # random seed
     iterations: int = 150  # number of iterations, each a rollout and an update
@@ -644,7 +645,7 @@ class Config:
     group_size: int = None  # trajectories of the same task; default 8 if grouped, else 1
     context: Literal["window", "full"] = "window"  # a new prompt each turn, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our sampler; hf: transformers' generate
-    max_num_seqs: int = None  # games played side by side; default all of an iteration
+    max_num_seqs: int = None  # games played side by side per rank; default all of an iteration
     compile: bool = None  # torch.compile scoring, and sampling at temperature 1; default on a GPU
     dtype: Literal["float32", "bfloat16"] = None  # of the weights; default bfloat16 on a GPU
     history: int = 2  # past turns shown in a prompt of --context window
@@ -659,7 +660,7 @@ class Config:
     r_max: float = 10.0  # R_max, Eq. 2: returns must be within [-R_max, R_max]
     tau_v: float = 1.0  # temperature of the value readout, Eq. 1
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two vocabulary entries no text uses
-    c_inv: float = 0.1  # penalty for invalid actions, Eq. 7, in units of return
+    c_inv: float = 0.1  # penalty for invalid actions, Eq. 7; group-based: off the final advantage
     clip: float = 0.2  # epsilon, Eq. 9, and epsilon_V, epsilon_Q, Eq. 10
     c_v: float = 0.5  # weight of V's loss, Eq. 12; with 0, GAE uses V = 0
     c_q: float = 0.25  # weight of Q's loss
@@ -668,16 +669,16 @@ class Config:
 
     lr: float = 1e-6  # AdamW's learning rate
     lr_warmup: int = 0  # optimizer steps of linear warmup
-    lr_final_fraction: float = 1.0  # the learning rate decays linearly to this fraction of --lr
+    lr_final_fraction: float = 1.0  # --lr decays linearly to this fraction after all iterations
     critic_lr: float = 1e-5  # learning rate of a separate critic
-    mini_batch: int = 256  # turns per optimizer step
+    mini_batch: int = 256  # turns per optimizer step, or a few less
     tokens_per_micro_batch: int = 8192  # tokens per forward pass, padding included
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # line 3: a pass, or the sampler's
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # by a forward pass, or the sampler
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
     optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments
 
     eval_games: int = None  # number of held-out games; default the environment's
-    eval_every: int = 0  # iterations between evaluations while training; the best model is kept
+    eval_every: int = 0  # iterations between evaluations while training (0: none); keeps the best
     save_every: int = 5  # iterations between checkpoints
     resume: bool = False  # continue the run in --out, with its settings
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
@@ -755,10 +756,11 @@ def check(c: Config) -> None:
               "tokens_per_micro_batch", "save_every"):
         if getattr(c, k) < 1:
             raise ValueError(f"--{k} must be at least 1")
-    if c.batch_size % c.group_size or c.group_size == 1 and LEARNERS[c.algo] is GroupBased:
+    if c.group_size == 1 and LEARNERS[c.algo] is GroupBased:
+        raise ValueError(f"--algo {c.algo} compares trajectories: --group_size must be above 1")
+    if c.batch_size % c.group_size:
         raise ValueError(f"--group_size {c.group_size} does not divide --batch_size "
-                         f"{c.batch_size}, or is too small for --algo {c.algo} to compare "
-                         "trajectories")
+                         f"{c.batch_size}")
     if c.eval_every and not c.eval_games:
         raise ValueError("--eval_every needs --eval_games")
     if c.algo == "empg" and c.old_logprobs == "rollout":

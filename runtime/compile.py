@@ -109,17 +109,17 @@ def select_mode(sampler, find_error, modes):
     for mode in dict.fromkeys(modes):
         state.backbone, state.sample, state.update_state = eager if not mode.compiled else (
             compiled_layers(eager[0]), compiled(eager[1]), compiled(eager[2]))
-        sampler.make_decoder = lambda: sampler.decode_one_token
+        sampler.make_decode_step = lambda: sampler.decode_one_token
         if mode.cuda_graphs:
-            sampler.make_decoder = lambda: CudaGraphs(sampler.decode_one_token)
-        sampler.decoder = sampler.make_decoder()
+            sampler.make_decode_step = lambda: CudaGraphs(sampler.decode_one_token)
+        sampler.decode_step = sampler.make_decode_step()
         try:
             error = find_error(sampler)
         except Exception as raised:  # kernels fail in ways of their own
             if not any(mode):
                 raise
             error = f"{type(raised).__name__}: {raised}"
-        if not error and getattr(sampler.decoder, "works", True):
+        if not error and getattr(sampler.decode_step, "works", True):
             return mode
         if error and any(mode):
             name = " and ".join(["CUDA graphs"] * mode.cuda_graphs
