@@ -424,14 +424,15 @@ class Run:
         check_parts(learner, pool, config)
         self.task_ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
         self.trajectory_ids = range(rank(), config.batch_size, world_size())  # this rank's
-        self.done = self.saved = self.first = iterations_of(checkpoint)
+        self.first_iteration = iterations_of(checkpoint)
+        self.iterations_done = self.iterations_saved = self.first_iteration
         self.signals = stop.handle_signals()
         self.iterations_without_success = 0
         self.warned = set()
         self.folder = RunDir(config.out) if config.out else None
         self.lines = []  # of metrics.jsonl
         if self.folder and rank() == 0:
-            self.lines = self.folder.metrics_of(self.done)
+            self.lines = self.folder.metrics_of(self.iterations_done)
         if checkpoint:
             learner.restore(checkpoint)
         self.wandb = init_wandb(config) if config.wandb and rank() == 0 else None
@@ -443,16 +444,17 @@ class Run:
     def __iter__(self) -> Iterator[int]:
         config, clock = self.config, self.learner.clock
         clock.start()
-        for iteration in range(self.first, config.iterations):
+        for iteration in range(self.first_iteration, config.iterations):
             self.pool.seconds = 0.0
             self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
             stop.may_abandon = True  # until weights change
             stop.raise_if_possible()
             yield iteration
             clock.start()
-            self.done = iteration + 1
+            self.iterations_done = iteration + 1
             stopping = any(all_gather_list([stop.requested]))
-            if stopping or self.done % config.save_every == 0 or self.done == config.iterations:
+            last = iteration + 1 == config.iterations
+            if stopping or last or (iteration + 1) % config.save_every == 0:
                 self.save()
                 clock.record("save")  # logged with the next iteration
             if stopping:
@@ -477,8 +479,8 @@ class Run:
                 if not error.agreed:
                     announce_stop()
                 self.save()
-                print0(f"saved {self.done} iterations; continue with --resume --out "
-                       f"{self.config.out}" if self.done else
+                print0(f"saved {self.iterations_done} iterations; continue with --resume --out "
+                       f"{self.config.out}" if self.iterations_done else
                        "no iteration was finished, so there is nothing to save")
             elif kind is None and self.wandb:
                 self.wandb.finish()
@@ -487,9 +489,9 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the last finished iteration, unless there is one already."""
-        if self.done > self.saved and self.folder:
-            self.folder.save_checkpoint(self.done, self.learner.save)
-            self.saved = self.done
+        if self.iterations_done > self.iterations_saved and self.folder:
+            self.folder.save_checkpoint(self.iterations_done, self.learner.save)
+            self.iterations_saved = self.iterations_done
 
     def task_batch(self, iteration: int) -> list:
         """This rank's tasks of an iteration, each --group_size times in a row; empty after the last
@@ -577,7 +579,8 @@ class Run:
             self.iterations_without_success = 0
         warnings = {
             "admissible_actions": (
-                metrics["iteration"] == self.first and metrics["admissible_actions"] < 0.2,
+                (metrics["iteration"] == self.first_iteration
+                 and metrics["admissible_actions"] < 0.2),
                 "fewer than a fifth of the actions are admissible. tools/imitate.py teaches a "
                 "model the commands of an environment; or choose a larger --model"),
             "success": (
