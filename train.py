@@ -656,14 +656,16 @@ class Config:
     places: int = 5  # house: number of places
     objects: int = 4  # house: number of things to carry
     max_new_tokens: int = 512  # maximum length of a response
-    max_prompt: int = None  # maximum tokens of a prompt, or of a whole conversation with full
+    max_prompt: int = None  # maximum tokens of a prompt, or of a whole conversation with full;
+        # default the environment's, with full the model's
 
     gamma: float = 0.95  # discount per turn, of sapo, sapo-separate and gigpo
     gae_lambda: float = 0.95  # lambda of GAE over turns, Eq. 5, of sapo and sapo-separate
     r_max: float = 10.0  # R_max, Eq. 2: returns must be within [-R_max, R_max]
     tau_v: float = 1.0  # temperature of the value readout, Eq. 1
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two vocabulary entries no text uses
-    c_inv: float = 0.1  # penalty for invalid actions, Eq. 7; group-based: off the final advantage
+    c_inv: float = 0.1  # penalty for invalid actions, Eq. 7, taken off the advantage before it is
+        # normalized, in units of return (grpo, rloo, gigpo, empg: after it is normalized)
     clip: float = 0.2  # epsilon, Eq. 9, and epsilon_V, epsilon_Q, Eq. 10
     c_v: float = 0.5  # weight of V's loss, Eq. 12; with 0, GAE uses V = 0
     c_q: float = 0.25  # weight of Q's loss
@@ -672,16 +674,20 @@ class Config:
 
     lr: float = 1e-6  # AdamW's learning rate
     lr_warmup: int = 0  # optimizer steps of linear warmup
-    lr_final_fraction: float = 1.0  # --lr decays linearly to this fraction after all iterations
+    lr_final_fraction: float = 1.0  # the learning rate decays linearly, and would reach this
+        # fraction of --lr after the last iteration
     critic_lr: float = 1e-5  # learning rate of a separate critic
     mini_batch: int = 256  # turns per optimizer step, or a few less
     tokens_per_micro_batch: int = 8192  # tokens per forward pass, padding included
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # by a forward pass, or the sampler
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # old log-probs, V and Q, line 3:
+        # from a forward pass, or those of the sampler
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
-    optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments
+    optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments; bfloat16
+        # takes 6 bytes less per parameter
 
     eval_games: int = None  # number of held-out games; default the environment's
-    eval_every: int = 0  # iterations between evaluations while training (0: none); keeps the best
+    eval_every: int = 0  # iterations between evaluations while training (0: none); the model with
+        # the best one is kept as RUN/best
     save_every: int = 5  # iterations between checkpoints
     resume: bool = False  # continue the run in --out, with its settings
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
