@@ -663,7 +663,8 @@ def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
                                    **lm.causal_kwargs(batch.ids)).last_hidden_state
 
     def distribution(hidden, index):
-        """Indices of tokens (m,) -> their log-probs and the cdf of the intervals, (m, W)."""
+        """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). In place of a cdf, greedy
+        decoding has the log-probs, as if none were below -5, where they are hardly compared."""
         before = hidden[batch.token_row[index], batch.token_col[index] - 1]
         logits = float32_logits(before, lm.head) / (temperature or 1)
         logp = restricted_log_softmax(logits, lm.value_index)

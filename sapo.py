@@ -255,7 +255,7 @@ def group_mean(x, group):
     return (total / size.clamp(min=1))[group], size[group]
 
 
-def standardized(x, group, std, eps):
+def relative_to_group(x, group, std, eps):
     """x minus its group's mean; with `std`, divided by the group's unbiased standard deviation. In
     a group of one, or of equal numbers, it is 0 up to rounding."""
     mean, size = group_mean(x, group)
@@ -272,7 +272,7 @@ def grpo_advantages(traj: Tensor, group: Tensor, score: Tensor, *, std: bool = T
     return -> (N,), equal for all turns of a trajectory. Every trajectory counts once, whatever its
     length."""
     score_of, group_of, row = per_trajectory(traj, group, score)
-    return standardized(score_of, group_of, std, eps)[row].to(score.dtype)
+    return relative_to_group(score_of, group_of, std, eps)[row].to(score.dtype)
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def gigpo_advantages(traj: Tensor, turn: Tensor, group: Tensor, state: Tensor, r
     score = episode_returns(traj, reward.double())
     anchor = torch.stack([group, state]).unique(dim=1, return_inverse=True)[1]
     step = discounted_returns(traj, turn, reward.double(), gamma=gamma)
-    step = standardized(step, anchor, std, eps)
+    step = relative_to_group(step, anchor, std, eps)
     return (grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step).to(reward.dtype)
 
 
