@@ -1886,8 +1886,12 @@ def test_config_fills_defaults_and_training_refuses_mismatches(tmp_path):
         Sampler(lm, context="conversation")
 
     class Mine(envs.House):
-        pass
+        def tasks(self, split):
+            return {"b", "a", 2, 1} if split == "train" else None
 
+    assert envs.tasks(Mine, "train") == [1, 2, "a", "b"]  # a set has no order of its own
+    with pytest.raises(ValueError, match="Mine has no tasks in the split 'test'"):
+        envs.tasks(Mine, "test")
     with pytest.raises(ValueError, match="the pool plays Mine, and the settings say "):
         train.train(train.Learner(lm, config), Pool(Mine, {"horizon": 3}), config)
 
