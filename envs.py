@@ -675,7 +675,8 @@ class EnvWorker:
 
     def __init__(self, name, options):
         self.name, self.options = name, options
-        # all games so far; a request to load, which comes last, may be late: the game was started
+        # the numbers of all games loaded so far. Requests to load are handled last, so one may be
+        # handled after its game was started; it must then do nothing
         self.loaded = set()
         self.ready = {}  # loaded but not started: (environment, obs, info)
         self.playing = {}  # the environments of games that are being played

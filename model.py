@@ -446,7 +446,8 @@ OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gem
 
 
 def local_folder(name: str, env: str | None = None) -> Path:
-    """The folder that a name means, if it is here: that of "tiny", of a model, or of a run."""
+    """The local folder that a name refers to, which need not exist: a tiny model's for "tiny",
+    RUN/final for a run, else the folder of that name."""
     tiny = "tiny-alfworld" if env == "alfworld" else "tiny-house"  # made by tools/imitate.py
     folder = RESULTS / tiny if name == "tiny" else Path(name)
     return folder / "final" if (folder / "final").is_dir() else folder
@@ -504,7 +505,8 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
         if find_file(where, "adapter_config.json"):
             raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
                              "into its model first (peft: merge_and_unload, save_pretrained)")
-        # folders that we saved have a tokenizer.json, which AutoTokenizer ignores for some types
+        # a folder with sapo.json was written by `save` and has a tokenizer.json, which for some
+        # types of models AutoTokenizer would ignore
         tokenizer_class = (transformers.PreTrainedTokenizerFast if find_file(where, "sapo.json")
                            else transformers.AutoTokenizer)
         tokenizer = tokenizer_class.from_pretrained(where, **options)

@@ -196,7 +196,7 @@ class Sequence:
 
 
 class Mode(NamedTuple):
-    """What makes a sampler's decoding step faster."""
+    """Which accelerations of the decoding step a sampler uses."""
 
     cuda_graphs: bool = False
     compiled: bool = False
@@ -317,7 +317,8 @@ class Sampler:
         self.snapshots = []  # not yet read by the host
 
     def drop(self, key) -> None:
-        """Frees the slot of an idle conversation, in "full"; does nothing for any other key."""
+        """In "full", frees the slot of a conversation whose last response is complete. Does nothing
+        for any other key."""
         sequence = self.sequences.get(key)
         if sequence and sequence.response is not None:
             self.slots[self.slots.index(sequence)] = None
@@ -663,8 +664,8 @@ def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
                                    **lm.causal_kwargs(batch.ids)).last_hidden_state
 
     def distribution(hidden, index):
-        """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). In place of a cdf, greedy
-        decoding has the log-probs, as if none were below -5, where they are hardly compared."""
+        """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). Greedy decoding has
+        log-probs, clamped at -5, in place of the cdf."""
         before = hidden[batch.token_row[index], batch.token_col[index] - 1]
         logits = float32_logits(before, lm.head) / (temperature or 1)
         logp = restricted_log_softmax(logits, lm.value_index)

@@ -597,7 +597,7 @@ class Run:
                 "--r_max, or scale the environment's rewards down"),
             "max_prompt": (
                 bool(unplayed),
-                f"the first prompt of game {[*unplayed, None][0]} has more than "
+                f"the first prompt of game {next(iter(unplayed), None)} has more than "
                 f"{self.sampler.limit} tokens; such episodes count as lost. Raise --max_prompt, "
                 "which is allowed with --resume, or lower --max_new_tokens")}
         for name, (holds, text) in warnings.items():
@@ -664,8 +664,9 @@ class Config:
     r_max: float = 10.0  # R_max, Eq. 2: returns must be within [-R_max, R_max]
     tau_v: float = 1.0  # temperature of the value readout, Eq. 1
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two vocabulary entries no text uses
-    c_inv: float = 0.1  # penalty for invalid actions, Eq. 7, taken off the advantage before it is
-        # normalized, in units of return (grpo, rloo, gigpo, empg: after it is normalized)
+    c_inv: float = 0.1  # penalty for invalid actions, in units of return: subtracted from the
+        # advantage before it is normalized, Eq. 7 (ppo: from the reward; grpo, rloo, gigpo and
+        # empg: from the advantage after it is normalized)
     clip: float = 0.2  # epsilon, Eq. 9, and epsilon_V, epsilon_Q, Eq. 10
     c_v: float = 0.5  # weight of V's loss, Eq. 12; with 0, GAE uses V = 0
     c_q: float = 0.25  # weight of Q's loss
@@ -693,7 +694,7 @@ class Config:
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
 
     def __post_init__(self):
-        """ValueError: a setting is none of the values that it can have."""
+        """Sets the defaults. ValueError: the value of a setting is not among its choices."""
         for f in dataclasses.fields(self):
             choices, value = get_args(f.type), getattr(self, f.name)
             if choices and value is not None and value not in choices:

@@ -40,9 +40,9 @@ def argparse_options(kind, default=None) -> dict:
 
 
 def parser_for(cls, presets: dict, description: str) -> Parser:
-    """A Parser with a flag for every field of a dataclass, whose comment, which may go on in the
-    next line, is the flag's help. The help also lists the field's default, and that of each preset
-    {name: {field: default}}."""
+    """A Parser with a flag for every field of a dataclass. The comment behind a field, which may
+    continue on the next lines, is the flag's help. The help also lists the field's default, and
+    that of each preset {name: {field: default}}."""
     parser = Parser(description=description, argument_default=argparse.SUPPRESS)
     found = re.findall(r"^    (\w+): .*?  # (.*(?:\n {8,}# .*)*)$", inspect.getsource(cls), re.M)
     comments = {name: re.sub(r"\n +# ", " ", text) for name, text in found}
