@@ -871,15 +871,15 @@ class Pool:
     def spawn(self, w):
         """Starts a new interpreter with this file; a fork would copy torch and its threads. It has
         its own session, so that Ctrl-C does not reach it before the caller has finished."""
-        self.conns[w], theirs = Pipe()
-        here, fd = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
+        self.conns[w], child_end = Pipe()
+        here, fd = os.path.dirname(os.path.abspath(__file__)), child_end.fileno()
         path = [here, *sys.path]  # the environment may be anywhere
         code = f"import sys; sys.path[:] = {path!r}; import envs; envs.worker_main({fd})"
         command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
         self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                          stdin=subprocess.DEVNULL)
         self.conns[w].send((self.name, self.options))
-        theirs.close()
+        child_end.close()
 
     def games_of(self, w):
         """A worker's games, in the order of their last requests."""

@@ -364,8 +364,8 @@ class Chat:
         tokenizer("-")  # turns off the backend's padding and truncation
         self.protect(())
         # some templates begin the response themselves, as with "<think>\n"
-        begun = re.search(r"<think>(?!.*<think>).*", self.end, re.S)
-        self.response_prefix = begun[0] if begun and not self.control.search(begun[0]) else ""
+        prefix = re.search(r"<think>(?!.*<think>).*", self.end, re.S)
+        self.response_prefix = prefix[0] if prefix and not self.control.search(prefix[0]) else ""
 
     def render(self, *contents: str) -> str:
         """Messages of user and assistant in turn -> text, up to where the next response begins."""

@@ -33,8 +33,8 @@ from collections import Counter
 from typing import NamedTuple
 from unittest import mock
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded by what these tests start, or by them
-os.environ["OMP_NUM_THREADS"] = "1"  # tensors are small, and other tests run beside
+os.environ["HF_HUB_OFFLINE"] = "1"  # the tests and the processes they start download nothing
+os.environ["OMP_NUM_THREADS"] = "1"  # tensors are small
 
 import huggingface_hub.constants
 import pytest
@@ -65,7 +65,8 @@ from runtime.test_checkpoint import checkpoints
 from tools import imitate
 from tools.imitate import random_tiny
 from simulators.test_textworld import TRIAL, needs_games, needs_package, small_game
-from simulators.test_webshop import DRESS, TASK, caches, goal_of, shop_data, write_catalogue
+from simulators.test_webshop import (DRESS, TASK, attributes_entry, caches, goal_of, shop_data,
+                                     write_catalogue)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # it may have been imported before, as torch may
@@ -93,18 +94,18 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["test_sapo"])
 
 
-def one_rank(rank, size, meet, work, args):
+def one_rank(rank, size, init_file, work, args):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank,
+    torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank,
                                          world_size=size)
     work(rank, *args)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
 
 
-def on_ranks(work, size, meet, *args):
-    """work(rank, *args) in `size` processes that know each other."""
-    ranks = [SERVER.Process(target=one_rank, args=(rank, size, meet, work, args))
+def on_ranks(work, size, init_file, *args):
+    """Runs work(rank, *args) in `size` processes of one process group."""
+    ranks = [SERVER.Process(target=one_rank, args=(rank, size, init_file, work, args))
              for rank in range(size)]
     for rank in ranks:
         rank.start()
@@ -114,8 +115,7 @@ def on_ranks(work, size, meet, *args):
 
 
 # --------------------------------------------------------------------------------- the algorithm
-# References, *_by_loop, are plain Python floats written from the paper; they share nothing with the
-# code under test.
+# A function *_by_loop is such a reference.
 
 NAN, INF = float("nan"), float("inf")
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
@@ -248,12 +248,12 @@ def random_advantages(seed, n):
 
 
 def advantages_by_loop(adv, invalid, c_inv, valid, eps):
-    charged = [a - c_inv * m for a, m in zip(adv.tolist(), invalid.tolist())]
-    kept = [a for a, ok in zip(charged, valid.tolist()) if ok]
+    penalized = [a - c_inv * m for a, m in zip(adv.tolist(), invalid.tolist())]
+    kept = [a for a, ok in zip(penalized, valid.tolist()) if ok]
     mean = sum(kept) / len(kept)
     std = math.sqrt(sum((a - mean) ** 2 for a in kept) / len(kept))
     return tensor([(a - mean) / (std + eps) if ok else 0.0
-                   for a, ok in zip(charged, valid.tolist())])
+                   for a, ok in zip(penalized, valid.tolist())])
 
 
 @SEEDS
@@ -273,17 +273,17 @@ def test_advantages_without_spread_are_zero():
     assert torch.equal(normalize_advantages(wild, valid=none), torch.zeros(3))
 
 
-def normalize_shares(rank):
+def normalize_on_two_ranks(rank):
     for seed, (first, second) in enumerate([(5, 9), (6, 0), (0, 6), (1, 1), (0, 0)]):
         adv, invalid, some = random_advantages(seed, first + second)
-        share = slice(first) if rank == 0 else slice(first, None)
+        part = slice(first) if rank == 0 else slice(first, None)
         run = lambda where, group: normalize_advantages(
             adv[where], invalid=invalid[where], c_inv=0.7, valid=some[where], group=group)
-        close(run(share, torch.distributed.group.WORLD), run(slice(None), None)[share])
+        close(run(part, torch.distributed.group.WORLD), run(slice(None), None)[part])
 
 
 def test_two_ranks_normalize_like_one_process(tmp_path):
-    on_ranks(normalize_shares, 2, tmp_path / "meet")
+    on_ranks(normalize_on_two_ranks, 2, tmp_path / "init")
 
 
 # Eq. 8-12
@@ -338,9 +338,9 @@ def test_losses_match_a_loop_and_ignore_masked_entries(loss, by_loop, keys, seed
         close(loss(*(z[some] for z in xs), mask=None).item(), by_loop(*(z[some] for z in xs)))
     slopes = grad(functools.partial(loss, mask=mask), *xs)
     for junk in (NAN, INF, -INF):
-        soiled = [torch.where(mask, z, junk) for z in xs]
-        close(loss(*soiled, mask=mask), loss(*xs, mask=mask))
-        close(grad(functools.partial(loss, mask=mask), *soiled), slopes)
+        padded = [torch.where(mask, z, junk) for z in xs]
+        close(loss(*padded, mask=mask), loss(*xs, mask=mask))
+        close(grad(functools.partial(loss, mask=mask), *padded), slopes)
     nothing = functools.partial(loss, mask=mask & False)
     assert nothing(*xs) == 0 and not any(g.any() for g in grad(nothing, *xs))
     assert loss(*(z[:0].flatten() for z in xs), mask=None) == 0
@@ -409,19 +409,19 @@ def test_the_joint_loss_is_the_weighted_sum(seed):
 def test_flat_and_masked_tokens_have_equal_losses(seed):
     x, now = minibatch(seed), TOKENS[:2] + TURNS[:2]
     flat = {k: x[k][x["mask"]] if k in TOKENS else x[k] for k in x if k != "mask"}
-    (loss, info), (masked, its_info) = sapo_loss(**flat), sapo_loss(**x)
-    close((loss, info), (masked, its_info))
+    of_flat, of_masked = sapo_loss(**flat), sapo_loss(**x)
+    close(of_flat, of_masked)
     slopes = grad(lambda *xs: sapo_loss(**x | dict(zip(now, xs)))[0], *(x[k] for k in now))
     flat_slopes = grad(lambda *xs: sapo_loss(**flat | dict(zip(now, xs)))[0],
                        *(flat[k] for k in now))
-    for key, ours, theirs in zip(now, flat_slopes, slopes):
-        close(ours, theirs[x["mask"]] if key in TOKENS else theirs)
-    actor, its = actor_loss(**{k: flat[k] for k in TOKENS[:-1]})
+    for key, one, other in zip(now, flat_slopes, slopes):
+        close(one, other[x["mask"]] if key in TOKENS else other)
+    loss, info = actor_loss(**{k: flat[k] for k in TOKENS[:-1]})
     whole = sapo_loss(**flat, c_v=0, c_q=0)
-    close(actor, whole[0])
-    assert its.keys() == {"loss", "loss_policy", "kl", "kl_max", "entropy", "ratio_max",
+    close(loss, whole[0])
+    assert info.keys() == {"loss", "loss_policy", "kl", "kl_max", "entropy", "ratio_max",
                           "clip_fraction"}
-    close(its, {k: whole[1][k] for k in its})
+    close(info, {k: whole[1][k] for k in info})
     for refuses in (sapo_loss, actor_loss):
         keys = TOKENS[:-1] + TURNS if refuses is sapo_loss else TOKENS[:-1]
         with pytest.raises(ValueError, match="logp_ref"):
@@ -615,8 +615,8 @@ def test_token_gae_matches_a_loop(seed):
         for b in range(5):
             at = [t for t in range(9) if mask[b, t]]
             v = [value[b, t].item() for t in at] + [0.0]
-            paid = [score[b].item() if i == len(at) - 1 else 0.0 for i in range(len(at))]
-            delta = [paid[i] + gamma * v[i + 1] - v[i] for i in range(len(at))]
+            reward = [score[b].item() if i == len(at) - 1 else 0.0 for i in range(len(at))]
+            delta = [reward[i] + gamma * v[i + 1] - v[i] for i in range(len(at))]
             expected = [0.0] * 9
             for i, t in enumerate(at):
                 expected[t] = sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(at)))
@@ -738,8 +738,8 @@ def test_house_has_the_commands_and_sentences_of_alfworld():
     for task in tasks("house", "train")[:60]:
         env.reset(task)
         plan = env.expert()
-        said = [*zip(plan, obey(env, task, plan)), *wander(env, task, 2)]
-        used |= {pattern_of(*command_and_answer) for command_and_answer in said}
+        played = [*zip(plan, obey(env, task, plan)), *wander(env, task, 2)]
+        used |= {pattern_of(*command_and_answer) for command_and_answer in played}
     assert used == set(SENTENCES)
 
 
@@ -816,7 +816,7 @@ def test_full_prompt_contains_only_what_is_new():
 
 @contextlib.contextmanager
 def a_pool(workers, horizon=12):
-    """A pool that is closed in any case, and that fails its test if it would wait forever."""
+    """A pool that is closed at the end, and fails the test if it waits for two minutes."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the pool waits forever"))
     signal.alarm(120)
     try:
@@ -831,17 +831,17 @@ def side_by_side(pool, ids, disturb=lambda turn: None):
     answers are under way."""
     for task in ids:
         pool.start(task, task)
-    said, live, turn = {t: [answer] for t, answer in zip(ids, pool.gather(ids))}, list(ids), 0
+    answers, live, turn = {t: [answer] for t, answer in zip(ids, pool.gather(ids))}, list(ids), 0
     while live:
         for i, task in enumerate(live):
             if i == len(live) // 2:
                 disturb(turn)
-            commands = said[task][-1][-1]["admissible"] + ["eat the moon"]
+            commands = answers[task][-1][-1]["admissible"] + ["eat the moon"]
             pool.step(task, random.Random(f"{task} {turn}").choice(commands))
         for task, answer in zip(live, pool.gather(live)):
-            said[task].append(answer)
-        live, turn = [t for t in live if not (said[t][-1][2] or said[t][-1][3])], turn + 1
-    return said
+            answers[task].append(answer)
+        live, turn = [t for t in live if not (answers[t][-1][2] or answers[t][-1][3])], turn + 1
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -854,13 +854,13 @@ def games():
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_pool_answers_do_not_depend_on_the_number_of_workers(games, workers):
-    ids, said = games
+    ids, answers = games
     env = make_env("house")
-    assert all(env.reset(t) == said[t][0] and len(said[t]) == 13 for t in ids)
+    assert all(env.reset(t) == answers[t][0] and len(answers[t]) == 13 for t in ids)
     with a_pool(workers) as pool:
         for order in (1, -1):  # the second time in used environments
             pool.load(ids[:5])
-            assert side_by_side(pool, ids[::order]) == said
+            assert side_by_side(pool, ids[::order]) == answers
 
 
 def test_killed_workers_are_replaced_and_their_games_replayed(games):
@@ -877,17 +877,17 @@ def test_killed_workers_are_replaced_and_their_games_replayed(games):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
-    ids, said = games
+    ids, answers = games
     with a_pool(workers) as pool:
         pool.load(["sofa"])
         pool.start("key", "sofa")
         with pytest.raises(RuntimeError, match="house: game sofa failed: ValueError: .*'sofa'"):
             pool.gather(["key"])
         pool.start("a", ids[0])
-        assert pool.gather(["a"]) == said[ids[0]][:1]
+        assert pool.gather(["a"]) == answers[ids[0]][:1]
         pool.step("a", "look")
         pool.drop("a")  # with an answer under way
-        assert side_by_side(pool, ids) == said
+        assert side_by_side(pool, ids) == answers
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -937,7 +937,7 @@ def test_a_small_game_in_the_real_engine(small_game):
     won_once = [(10.0, True), (0.0, True), (0.0, True)]
     assert [env.step(command)[1:3] for command in again][3:] == won_once
     env.horizon = 40  # long enough to see that the house's sentences hold here
-    assert len({pattern_of(*said) for seed in (0, 1) for said in wander(env, TRIAL, seed)}) > 5
+    assert len({pattern_of(*played) for seed in (0, 1) for played in wander(env, TRIAL, seed)}) > 5
     with pytest.raises(ValueError, match="no game .*trial_T2"):
         env.reset(TRIAL[:-1] + "2")
 
@@ -989,8 +989,8 @@ CONTEXTS = pytest.mark.parametrize("context", ["window", "full"])
 
 
 def random_model(architecture, seed=0, layers=2, dtype=torch.float32, **more):
-    """A random model of an architecture behind the tiny tokenizer. Its weights are wide enough to
-    make choices sharp, and many words end a response, so that responses end at different times."""
+    """A random model of an architecture, with the tiny model's tokenizer. Its weights are so large
+    that it prefers some tokens clearly, and many tokens end a response, so that lengths differ."""
     base = random_tiny()
     config = dict(vocab_size=len(base.tokenizer) + 2, hidden_size=32, intermediate_size=64,
                   num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
@@ -1023,32 +1023,38 @@ def values_of(turns):
     return torch.tensor([(t.v, t.q) for t in turns])
 
 
+def batch_of(turns, context="window"):
+    return make_batch([sample[:2] for sample in make_samples(turns, context)])
+
+
+def check_against_scoring(lm, turns, context, atol=1e-4):
+    """The sampler's log-probs, V and Q are those of a scoring pass."""
+    with torch.no_grad():
+        scores = lm.score(batch_of(turns, context))
+    close = functools.partial(torch.testing.assert_close, atol=atol, rtol=0)
+    close(torch.tensor([x for t in turns for x in t.logp]), scores.logp)
+    close(values_of(turns), lm.r_max * torch.stack([scores.p_v, scores.p_q], 1))
+
+
 def same_tokens_and_values(one, other):
     assert [t.action_ids for t in one] == [t.action_ids for t in other]
     torch.testing.assert_close(values_of(one), values_of(other), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kv_and_hf_engines_agree_with_each_other_and_with_scoring(architecture, context):
     lm = random_model(architecture, seed=len(architecture))
     for temperature in (0.0, 1.0):
         played = {engine: play(lm, engine, context, temperature)[0] for engine in ("hf", "kv")}
         assert [t.action_ids for t in played["hf"]] == [t.action_ids for t in played["kv"]]
-        # The lengths differ, so rows were dropped at different times.
+        # the responses have different lengths, so slots were freed at different times
         assert len({len(t.action_ids) for t in played["kv"]}) > 1
         for turns in played.values():
-            batch = make_batch([sample[:2] for sample in make_samples(turns, context)])
-            with torch.no_grad():
-                scores = lm.score(batch)
-            sampled = torch.tensor([x for t in turns for x in t.logp])
-            assert sampled.shape == scores.logp.shape and (sampled - scores.logp).abs().max() < 1e-4
-            torch.testing.assert_close(
-                values_of(turns), lm.r_max * torch.stack([scores.p_v, scores.p_q], 1), atol=1e-4,
-                rtol=0)
+            check_against_scoring(lm, turns, context)
 
 
-OTHERS_SAY = {  # architecture: (its configuration, what kv says, what both engines say)
+OTHER_ARCHITECTURES = {  # architecture: (its configuration, error of kv, error of both engines)
     "deepseek_v3": (dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                          kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
                          v_head_dim=8, n_group=1, topk_group=1, num_key_value_heads=4), "", ""),
@@ -1069,22 +1075,20 @@ OTHERS_SAY = {  # architecture: (its configuration, what kv says, what both engi
     "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64), "", "has no base_model")}
 
 
-@pytest.mark.parametrize("architecture", OTHERS_SAY)
+@pytest.mark.parametrize("architecture", OTHER_ARCHITECTURES)
 def test_other_architectures_work_with_kv_or_hf_or_are_refused_with_a_reason(architecture):
-    config, kv_says, both_say = OTHERS_SAY[architecture]
-    if both_say:
-        with pytest.raises(ValueError, match=both_say):
+    config, kv_error, both_error = OTHER_ARCHITECTURES[architecture]
+    if both_error:
+        with pytest.raises(ValueError, match=both_error):
             random_model(architecture, 1, **config)
         return
     lm = random_model(architecture, 1, **config)
-    if kv_says:
-        with pytest.raises(ValueError, match=f"use --engine hf: .*{kv_says}"):
+    if kv_error:
+        with pytest.raises(ValueError, match=f"use --engine hf: .*{kv_error}"):
             Sampler(lm)
-    for engine in ["kv", "hf"][bool(kv_says):]:
+    for engine in ["kv", "hf"][bool(kv_error):]:
         turns, _ = play(lm, engine, "window", 1.0, games=GAMES[:2], horizon=2)
-        scores = lm.score(make_batch([sample[:2] for sample in make_samples(turns, "window")]))
-        sampled = torch.tensor([x for turn in turns for x in turn.logp])
-        torch.testing.assert_close(sampled, scores.logp.detach(), atol=1e-3, rtol=0)
+        check_against_scoring(lm, turns, "window", atol=1e-3)
 
 
 def kill_now_and_then(pool, when):
@@ -1100,16 +1104,16 @@ def kill_now_and_then(pool, when):
     pool.step = step_and_kill
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_rollout_does_not_depend_on_slots_workers_or_worker_deaths(context):
-    """Whether rows are refilled across games, and whether workers are none, die or are slow, the
-    turns are the same; with the same rows they are so to the last bit."""
+    """With any number of slots, of workers and of workers that die, the turns are the same up to
+    rounding; with the same number of slots they are equal to the last bit."""
     lm = random_model("qwen3", 1)
-    told = lambda turns: [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in turns]
+    contents = lambda turns: [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in turns]
     whole, _ = play(lm, "kv", context, 1.0)
     for max_num_seqs in (1, 3, 99):
         some, sampler = play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)
-        assert told(some) == told(whole)
+        assert contents(some) == contents(whole)
         same_tokens_and_values(some, whole)
         assert len(sampler.slots) <= max_num_seqs
     for max_num_seqs, workers, when in ((3, 2, ()), (3, 2, {4, 11, 20}), (99, 1, {7})):
@@ -1130,21 +1134,21 @@ def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
     lm = dataclasses.replace(lm, model=lm.model.bfloat16())
     prompts = [[7] * 10, list(range(5, 29)), [9] * 3]
     u = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)).numpy()
-    said = Sampler(lm, engine, max_new_tokens=40)(range(3), prompts, u)
+    responses = Sampler(lm, engine, max_new_tokens=40)(range(3), prompts, u)
     batch = make_batch([(p + r.ids, [(len(p), len(p) + len(r.ids))])
-                        for p, r in zip(prompts, said)])
+                        for p, r in zip(prompts, responses)])
     with torch.no_grad():
         logp, _, p_v, p_q = lm.score(batch)
-    torch.testing.assert_close(values_of(said), lm.r_max * torch.stack([p_v, p_q], 1), atol=0.01,
-                               rtol=0)
-    assert (torch.tensor([x for r in said for x in r.logp]) - logp).abs().max() < 0.1
+    torch.testing.assert_close(
+        values_of(responses), lm.r_max * torch.stack([p_v, p_q], 1), atol=0.01, rtol=0)
+    assert (torch.tensor([x for r in responses for x in r.logp]) - logp).abs().max() < 0.1
 
 
 def test_hf_engine_allows_one_step_more_than_needed(monkeypatch):
-    """As it does on a GPU, where it looks a step later whether all rows have ended."""
+    """On a GPU, generate finds out one step late that all sequences have ended."""
     lm, u = random_model("qwen2", 1), torch.rand(2, 5).numpy()
     prompts = [lm.chat.encode_user_turn("go to fridge 1"), lm.chat.encode_user_turn("look")]
-    said = Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u)
+    responses = Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u)
     generate = lm.model.generate
 
     def one_more(ids, **options):
@@ -1153,28 +1157,29 @@ def test_hf_engine_allows_one_step_more_than_needed(monkeypatch):
         return out
 
     monkeypatch.setattr(lm.model, "generate", one_more)
-    assert Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u) == said
+    assert Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u) == responses
 
 
 def test_cache_grows_and_slots_are_compacted_without_changing_results():
-    """Sequences of very different lengths come, end and come back under the kv engine; hf has none
-    of that machinery."""
+    """Conversations of very different lengths start, end and continue. The hf engine, with which kv
+    is compared, has neither cache nor slots."""
     lm, rng = random_model("llama", 1), random.Random(0)
     kv, hf = Sampler(lm, "kv", "full", 12), Sampler(lm, "hf", "full", 12)
-    talks = {name: [] for name in range(6)}
+    conversations = {name: [] for name in range(6)}
     for turn in range(5):
-        names = [n for n in talks if rng.random() < 0.8] or [0]
+        names = [n for n in conversations if rng.random() < 0.8] or [0]
         for n in names:
-            talks[n] = talks[n] + [rng.randrange(120, 500) for _ in range(rng.choice([1, 5, 90]))]
+            length = rng.choice([1, 5, 90])
+            conversations[n] += [rng.randrange(120, 500) for _ in range(length)]
         u = torch.rand(len(names), 12, generator=torch.Generator().manual_seed(turn)).numpy()
-        ours, theirs = (s(names, [talks[n] for n in names], u) for s in (kv, hf))
-        assert [r.ids for r in ours] == [r.ids for r in theirs]
-        torch.testing.assert_close(values_of(ours), values_of(theirs), atol=1e-4, rtol=0)
-        for n, r in zip(names, ours):
-            talks[n] = talks[n] + r.ids
-        if turn == 2:  # an episode ends; its row is used again
+        by_kv, by_hf = (s(names, [conversations[n] for n in names], u) for s in (kv, hf))
+        assert [r.ids for r in by_kv] == [r.ids for r in by_hf]
+        torch.testing.assert_close(values_of(by_kv), values_of(by_hf), atol=1e-4, rtol=0)
+        for n, r in zip(names, by_kv):
+            conversations[n] += r.ids
+        if turn == 2:  # an episode ends; its slot is used again
             kv.drop(0)
-            talks[0] = []
+            conversations[0] = []
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
@@ -1196,7 +1201,7 @@ def test_grouped_query_attention_matches_plain_attention(heads, kv_heads):
         model_module.grouped_query_attention(None, query, key, value, None, softcap=30.0)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_compiled_sampling_gives_the_same_tokens(context, monkeypatch):
     if not GPU:  # C++ takes a minute to compile; what is traced is the same
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -1207,10 +1212,10 @@ def test_compiled_sampling_gives_the_same_tokens(context, monkeypatch):
         turns.append(play(lm, "kv", context, 1.0, sampler_options={"compile": compile})[0])
         graphs.append(counters["stats"]["unique_graphs"])
         same_tokens_and_values(turns[0], turns[-1])
-        both = (torch.tensor([x for t in its for x in t.logp]) for its in (turns[0], turns[-1]))
+        both = (torch.tensor([x for t in some for x in t.logp]) for some in (turns[0], turns[-1]))
         torch.testing.assert_close(*both, atol=1e-5, rtol=0)
-    # A layer for new rows, for rows that go on and for decoding; what draws a token, what notes it;
-    # and once more for a single row.
+    # a layer in a prefill of new sequences, in a prefill behind a cache and in decoding; sample and
+    # update_state; and all of them again for a single sequence
     assert 0 < graphs[1] - graphs[0] <= 10 and graphs[2] == graphs[1]
     assert not counters["graph_break"]
 
@@ -1240,9 +1245,9 @@ def test_compiled_scoring_needs_few_graphs_for_all_layers_and_shapes(monkeypatch
 
 
 def as_on_a_gpu(monkeypatch):
-    """What a GPU does, on the CPU; a captured step is run again."""
-    def replay_by_running(captured, n, span):
-        return types.SimpleNamespace(replay=lambda: captured.step(n, span))
+    """Schedules on the CPU as on a GPU. To replay a captured step, it runs the step again."""
+    def replay_by_running(captured, n, kv_length):
+        return types.SimpleNamespace(replay=lambda: captured.step(n, kv_length))
 
     set_up = Sampler.set_up
     monkeypatch.setattr(compile_module.CudaGraphs, "capture", replay_by_running)
@@ -1250,10 +1255,10 @@ def as_on_a_gpu(monkeypatch):
         sampler, True, compile, check))
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_gpu_scheduling_samples_the_same_tokens(context, monkeypatch):
-    """What a GPU does beside the arithmetic: rows and lengths are rounded up, idle rows are decoded
-    along, and steps are queued before it is known which rows ended in the last ones."""
+    """On a GPU, numbers of slots and lengths are rounded up, finished slots are decoded as padding,
+    and steps are queued before the host knows which slots the steps before have finished."""
     lm = random_model("qwen2", 1)
     plain = [play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)[0] for max_num_seqs in (99, 5)]
     as_on_a_gpu(monkeypatch)
@@ -1276,63 +1281,65 @@ def test_failed_compilation_or_capture_falls_back_to_eager_with_a_warning(monkey
     turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     same_tokens_and_values(plain, turns)
     assert not isinstance(sampler.decode_step, compile_module.CudaGraphs)
-    batch = make_batch([sample[:2] for sample in make_samples(turns, "window")])
-    for ours, theirs in zip(compiled_scoring(lm, 1000).score(batch), lm.score(batch)):
-        torch.testing.assert_close(ours, theirs)
-    said = [record.getMessage() for record in caplog.records]
-    # Layers, what draws and what notes a token, once captured and once not; layers and what is
-    # made of the logits in scoring; and the capture of the compiled and of the plain step.
-    assert sum("torch.compile failed" in line and "no compiler here" in line for line in said) == 8
-    assert sum("CUDA graphs" in line for line in said) == 2 and len(said) == 10
+    batch = batch_of(turns)
+    torch.testing.assert_close(compiled_scoring(lm, 1000).score(batch), lm.score(batch))
+    warnings = [record.getMessage() for record in caplog.records]
+    # layers, sample and update_state, once captured and once not; layers and token_scores of
+    # scoring; then the captures of the compiled and of the plain step
+    failed = "torch.compile failed, falling back to eager: no compiler here"
+    assert sum(failed in line for line in warnings) == 8
+    assert sum("CUDA graphs" in line for line in warnings) == 2 and len(warnings) == 10
 
 
 def test_modes_with_wrong_results_are_not_used(monkeypatch, caplog):
-    def wrong(captured, n, span):  # a graph that replays something else
-        state = captured.step.__self__.state
-        return types.SimpleNamespace(replay=lambda: captured.step(n, span) or state.p.add_(0.1))
+    def wrong(captured, n, kv_length):  # a graph that replays something else
+        def replay():
+            captured.step(n, kv_length)
+            captured.step.__self__.state.readouts.add_(0.1)
+        return types.SimpleNamespace(replay=replay)
 
-    def by_another_number(function):  # the tokens are others, and their log-probs right
-        def drawn(n):
+    def with_another_number(function):  # draws other tokens, whose log-probs are right
+        def draw(n):
             with monkeypatch.context() as patch:
                 patch.setattr(rollout_module, "sample_token", lambda logits, u, *rest: sample_token(
                     logits, (u + 0.5) % 1, *rest))
                 return function(n)
-        return drawn if function.__name__ == "sample" else function
+        return draw if function.__name__ == "sample" else function
 
     lm = random_model("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(compile_module, "compiled_layers", lambda body: body)
-    monkeypatch.setattr(compile_module, "compiled", by_another_number)
+    monkeypatch.setattr(compile_module, "compiled", with_another_number)
     _, sampler = play(lm, "kv", "full", 1.0, sampler_options={"compile": True})
     assert isinstance(sampler.decode_step, compile_module.CudaGraphs) and len(caplog.records) == 1
     monkeypatch.setattr(compile_module.CudaGraphs, "capture", wrong)
     turns, sampler = play(lm, "kv", "window", 1.0, sampler_options={"compile": True})
     same_tokens_and_values(plain, turns)
     assert sampler.decode_step.__name__ == "decode_one_token"
-    assert [record.getMessage().split(": ")[0] for record in caplog.records[1:]] == [
-        f"sampling does not use {mode}"
-        for mode in ("CUDA graphs and torch.compile", "CUDA graphs", "torch.compile")]
+    modes = "CUDA graphs and torch.compile", "CUDA graphs", "torch.compile"
+    for record, mode in zip(caplog.records[1:], modes, strict=True):
+        assert record.getMessage().startswith(f"sampling does not use {mode}: the error of its ")
     monkeypatch.setattr(compile_module, "compiled_layers", lambda body: lambda **inputs: (
         types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
     monkeypatch.setattr(compile_module, "compiled", lambda function: function)
     assert compiled_scoring(lm, 1000) is lm and "compiled scoring" in caplog.text
 
 
-def rounded_otherwise(lm, rate):
-    """In passes that use a cache, a share of the outputs of linear layers is one digit off, as by
-    other kernels of a GPU."""
-    cached, dice = [], torch.Generator().manual_seed(0)
+def round_differently(lm, rate):
+    """In passes with a cache, a fraction of the outputs of linear layers is off by the last digit
+    of bfloat16, as if they came from other kernels."""
+    uses_cache, generator = [], torch.Generator().manual_seed(0)
     lm.model.base_model.register_forward_pre_hook(
-        lambda module, inputs, kwargs: cached.append(kwargs.get("use_cache")), with_kwargs=True)
+        lambda module, inputs, kwargs: uses_cache.append(kwargs.get("use_cache")), with_kwargs=True)
 
-    def one_digit(module, inputs, output):
-        off = torch.rand(output.shape, generator=dice) < rate
-        return torch.where(off, output * (1 + 2 ** -7), output) if cached[-1] else output
+    def perturb(module, inputs, output):
+        off = torch.rand(output.shape, generator=generator) < rate
+        return torch.where(off, output * (1 + 2 ** -7), output) if uses_cache[-1] else output
 
     for module in lm.model.base_model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(one_digit)
+            module.register_forward_hook(perturb)
 
 
 @CONTEXTS
@@ -1340,36 +1347,36 @@ def rounded_otherwise(lm, rate):
 def test_correct_sampler_of_a_16_bit_model_passes_the_check_despite_rounding(context, temperature):
     for rate in (0.003, 0.1):
         lm = random_model("qwen2", 1, layers=6, dtype=torch.bfloat16, initializer_range=0.15)
-        rounded_otherwise(lm, rate)
+        round_differently(lm, rate)
         Sampler(lm, "kv", context, 30, temperature)
 
 
-def decoding(kwargs):
+def is_decoding(kwargs):
     return kwargs["input_ids"].shape[1] == 1 and "position_ids" in kwargs
 
 
-def mask_changed(kwargs, offset, value):
-    """The mask of a decoding step with another value at the newest key's place plus `offset`."""
+def change_mask(kwargs, offset, value):
+    """Sets the mask of a decoding step to `value` at the position of the newest key + `offset`."""
     mask = kwargs.get("attention_mask")
-    if mask is not None and decoding(kwargs):
+    if mask is not None and is_decoding(kwargs):
         newest = (mask > -1).sum(-1, keepdim=True) - 1
         there = torch.arange(mask.shape[-1]) == newest + offset
         kwargs["attention_mask"] = mask.masked_fill(there, value)
 
 
-def moved(kwargs, by):
-    if decoding(kwargs):
+def move(kwargs, by):
+    if is_decoding(kwargs):
         kwargs["position_ids"] = kwargs["position_ids"] + by
 
 
-MISTAKES = {  # of what a pass with a cache is given
-    "a position too far": lambda kwargs: moved(kwargs, 1),
-    "a position short": lambda kwargs: moved(kwargs, -1),
-    "the newest key hidden": lambda kwargs: mask_changed(kwargs, 0, -INF),
-    "a key too many": lambda kwargs: mask_changed(kwargs, 1, 0.0),
-    "the next key but one": lambda kwargs: mask_changed(kwargs, 2, 0.0),
-    "another row's token": lambda kwargs: kwargs.update(
-        input_ids=kwargs["input_ids"].roll(1, 0) if decoding(kwargs) else kwargs["input_ids"])}
+MISTAKES = {  # name: a change of the arguments of a pass with a cache
+    "a position too far": lambda kwargs: move(kwargs, 1),
+    "a position short": lambda kwargs: move(kwargs, -1),
+    "the newest key hidden": lambda kwargs: change_mask(kwargs, 0, -INF),
+    "a key too many": lambda kwargs: change_mask(kwargs, 1, 0.0),
+    "the next key but one": lambda kwargs: change_mask(kwargs, 2, 0.0),
+    "another slot's token": lambda kwargs: kwargs.update(
+        input_ids=kwargs["input_ids"].roll(1, 0) if is_decoding(kwargs) else kwargs["input_ids"])}
 
 
 @CONTEXTS
@@ -1410,7 +1417,7 @@ def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch
     monkeypatch.setattr(DecodeState, "update_state", late)
     with pytest.raises(ValueError, match="the error of its V and Q is"):
         Sampler(lm)
-    assert not lm.head.weight[list(lm.value_ids)].any()  # the check has put them back
+    assert not lm.head.weight[list(lm.value_ids)].any()  # the check has restored them
 
 
 def test_sampler_is_checked_once_per_model_and_context(monkeypatch):
@@ -1478,7 +1485,7 @@ def test_decoding_runs_eagerly_where_memory_is_too_short_to_capture(monkeypatch,
     assert "no memory left to capture a decoding step of 8 slots" in caplog.text
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 @pytest.mark.parametrize("compile", [False, True])
 def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     lm = random_model("qwen2", 1)
@@ -1532,7 +1539,7 @@ def test_non_finite_logits_skip_the_step_and_index_no_invalid_token(tmp_path):
     assert case_of(lm, turns, small_config(tmp_path)).step()["skipped_steps"]
 
 
-class NothingFromTheHost(TorchDispatchMode):
+class NoHostSync(TorchDispatchMode):
     """Refuses what would wait for a GPU, or copy to or from it."""
 
     REFUSED = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero,
@@ -1545,7 +1552,7 @@ class NothingFromTheHost(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_decoding_step_has_no_host_sync_and_no_copy(context):
     lm = random_model("qwen2", 1)
     sampler = Sampler(lm, context=context, max_new_tokens=6)
@@ -1555,9 +1562,9 @@ def test_decoding_step_has_no_host_sync_and_no_copy(context):
     with torch.no_grad():
         for refused in (lambda: torch.tensor([1]), lambda: torch.ones(2).sum().item(),
                         lambda: torch.ones(2)[torch.tensor([True, False])]):
-            with pytest.raises(AssertionError), NothingFromTheHost():
+            with pytest.raises(AssertionError), NoHostSync():
                 refused()
-        with NothingFromTheHost():
+        with NoHostSync():
             sampler.step()
     assert sampler.num_active == 3
 
@@ -1633,7 +1640,7 @@ def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
 
 @pytest.mark.parametrize("history", [0, 2])
 def test_a_turn_is_what_the_game_showed_and_answered(history):
-    """Plays every game once more by hand: what the model saw, what it did, what came of it."""
+    """Replays every game by hand: what the model saw, what it did, and what the game answered."""
     games = envs.tasks("house", "train")[:24]
     turns, _ = play(load(TINY_HOUSE), "kv", "window", 1.0, max_new_tokens=16, horizon=20,
                     games=games, history=history)
@@ -1670,10 +1677,10 @@ def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones
 
 
 def test_v_leaves_zero_in_16_bits_at_the_papers_learning_rate():
-    """Between two rows of an ordinary size, steps of 1e-6 are too small for bfloat16 to hold."""
+    """A step of 1e-6 is rounded away in a bfloat16 row of ordinary size, but not near 0."""
     base, batch = random_model("qwen2", 0), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
     model, targets = base.model.bfloat16(), (torch.zeros(2), torch.ones(2))
-    for ids in (None, (5, 6)):  # new rows, and two that are equal and old
+    for ids in (None, (5, 6)):  # rows that are set to 0, and two equal ones of ordinary size
         lm = actor_critic(model, base.tokenizer, value_ids=ids)
         lm.head.weight.data[6] = lm.head.weight.data[5]
         v = lambda batch: (value_loss(lm.score(batch).p_v, *targets, clip=0.2)[0], {})
@@ -1691,16 +1698,16 @@ def test_saturated_initial_readout_is_refused_with_a_remedy():
 def test_the_conversation_grows_by_appending():
     lm = random_tiny()
     encode = lambda text: lm.tokenizer(text, add_special_tokens=False).input_ids
-    stop, said = lm.stop_ids[0], encode("<action> look </action>")
+    stop, response = lm.stop_ids[0], encode("<action> look </action>")
     messages = [{"role": "user", "content": "one"},
                 {"role": "assistant", "content": "<action> look </action>"},
                 {"role": "user", "content": "two"}]
     whole = encode(lm.tokenizer.apply_chat_template(messages, tokenize=False,
                                                     add_generation_prompt=True))
     first, second = lm.chat.encode_user_turn("one"), lm.chat.encode_user_turn("two", [stop])
-    assert first + said + [stop] + second == whole
-    # A response that was cut off gets the stop token it lacks.
-    assert lm.chat.encode_user_turn("one") + said + lm.chat.encode_user_turn("two", said) == whole
+    assert first + response + [stop] + second == whole
+    # a truncated response gets the stop token that it lacks
+    assert first + response + lm.chat.encode_user_turn("two", response) == whole
 
 
 @pytest.mark.parametrize("architecture, more", [
@@ -1722,7 +1729,7 @@ def chat_template(begin, message, response):
 
 CHATML = "'<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n'"
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n"
-TEMPLATES = {  # as the models have them, without what concerns tools, and what they say themselves
+TEMPLATES = {  # model: (its template, without tools; how that begins a response)
     "SmolLM2": (chat_template(SYSTEM, CHATML, "<|im_start|>assistant\n"), ""),
     "Qwen2.5": (chat_template(SYSTEM.replace("SmolLM", "Qwen"), CHATML, "<|im_start|>assistant\n"),
                 ""),
@@ -1743,7 +1750,7 @@ TEMPLATES = {  # as the models have them, without what concerns tools, and what 
 
 
 def byte_level(template):
-    """A tokenizer of the kind that these models have. Not all control tokens of R1 are special."""
+    """A tokenizer of the kind that these models have. Some control tokens of R1 are not special."""
     text = [envs.ANSWER, "You are in a room. go to desk 1 system user assistant model im_start"]
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text * 9, vocab_size=600, show_progress=False)
@@ -1756,9 +1763,9 @@ def byte_level(template):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_of_a_game_never_becomes_control_tokens(name):
-    """What it says is read as it stands, a prompt of ordinary text has the template's ids, and what
-    the template has said of a response counts."""
-    template, begun = TEMPLATES[name]
+    """A prompt has the ids of the rendered template, control tokens in the text of a game are
+    spelled, and the beginning of a response that the template writes counts as a part of it."""
+    template, prefix = TEMPLATES[name]
     tokenizer = byte_level(template)
     chat = model_module.Chat(tokenizer)
     ordinary = "You are in a room.\n\n <b>A desk 1</b>, <x> & \u00e9t\u00e9. " + envs.ANSWER
@@ -1775,19 +1782,19 @@ def test_text_of_a_game_never_becomes_control_tokens(name):
     assert tokenizer.decode(ids) == chat.begin + attack + chat.end
     later = chat.encode_user_turn(attack, before=[1])
     assert tokenizer.decode(later) == chat.between + attack + chat.end
-    assert chat.response_prefix == begun
-    said = {"": "<think>a</think>", "<think>\n": "a</think>"}.get(begun, "")
-    for answer, valid in ((said + "<action>look</action>", True),
+    assert chat.response_prefix == prefix
+    thought = {"": "<think>a</think>", "<think>\n": "a</think>"}.get(prefix, "")
+    for answer, valid in ((thought + "<action>look</action>", True),
                           ("<think>a</think><action>look</action>", True),
-                          ("<action>look</action>", "</think>" in begun)):
-        assert parse_action(answer, 30, begun) == ("look", valid)
+                          ("<action>look</action>", "</think>" in prefix)):
+        assert parse_action(answer, 30, prefix) == ("look", valid)
 
 
-# ---- in somebody else's hands
+# ---- use in other programs
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generate_works_as_before_after_wrapping_a_model(dtype):
-    """`generate` with its cache, and padding on the left, with and without it."""
+    """With and without a cache, and with padding on the left."""
     model = copy.deepcopy(random_model("qwen2", 1, dtype=dtype).model)
     model.set_attn_implementation("sdpa")
     ids = torch.randint(20, 400, (4, 30), generator=torch.Generator().manual_seed(0))
@@ -1798,7 +1805,7 @@ def test_generate_works_as_before_after_wrapping_a_model(dtype):
         one, four = (model.generate(ids[:n], attention_mask=mask[:n], max_new_tokens=8,
                                     do_sample=False, pad_token_id=0) for n in (1, 4))
         logits = model(input_ids=ids, attention_mask=mask).logits * mask[..., None]
-        return one, four, logits[..., :-2]  # but for the words whose rows become 0
+        return one, four, logits[..., :-2]  # without the two tokens whose rows become 0
 
     before = seen(model)
     lm = actor_critic(model, random_tiny().tokenizer)
@@ -1836,7 +1843,7 @@ def test_saved_folder_works_in_plain_transformers_and_keeps_its_values(tmp_path,
         if not sample:
             response, = Sampler(lm, max_new_tokens=12, temperature=0.0).generate([prompt])
             assert out[0].tolist() == response.ids
-    again = actor_critic(model, tokenizer)  # sapo.json counts here too
+    again = actor_critic(model, tokenizer)  # reads sapo.json
     assert (again.value_ids, again.tau_v) == (lm.value_ids, lm.tau_v)
     assert torch.equal(again.head.weight, lm.head.weight)
 
@@ -1848,8 +1855,8 @@ def test_python_example_of_the_readme_trains_in_a_thread(tmp_path, monkeypatch, 
     thread = threading.Thread(target=exec, args=(lines, {"__name__": "__main__"}))
     thread.start()
     thread.join()
-    said = re.findall(r"(\d) of 3: success (\d+)%", capsys.readouterr().out)
-    assert [n for n, _ in said] == ["1", "2", "3"] and int(said[0][1]) < int(said[2][1])
+    printed = re.findall(r"(\d) of 3: success (\d+)%", capsys.readouterr().out)
+    assert [n for n, _ in printed] == ["1", "2", "3"] and int(printed[0][1]) < int(printed[2][1])
     assert os.listdir(tmp_path) == ["fridge"]
     assert load(str(tmp_path / "fridge")).value_ids == load(TINY_HOUSE).value_ids
 
@@ -1968,7 +1975,7 @@ def test_actor_critic_accepts_compiled_models_token_ids_and_tokenizers_without_t
 
 
 def odd_model():
-    """A model whose attention is not what the kv engine takes it for."""
+    """A model whose second layer also mixes hidden states outside of its attention."""
     lm = random_model("qwen2", 1)
     attention = lm.model.model.layers[1].self_attn
     forward = attention.forward
@@ -2076,8 +2083,8 @@ def prepared(tmp_path, *flags, lm=None):
 
 
 def off_policy(case):
-    """The case with another policy's log-probs and values, whatever the order of its turns: there
-    is something to clip, and the KL is not 0."""
+    """The case with other old log-probs and values, so that clipping acts and the KL is not 0. What
+    is added to a token or turn does not depend on their order."""
     token = torch.tensor([i for t in case.batch.turns for i in t.action_ids])
     traj, turn = case.columns("traj", "turn")
     wave = torch.sin(7 * traj + turn).float() / 5
@@ -2107,15 +2114,15 @@ def test_the_first_step_is_reinforce_and_leaves_the_value_rows_alone(tmp_path, u
                                                                      context):
     case = prepared(tmp_path, "--context", context, "--c_h", 0, *flags.split())
     info, lm = case.step(), case.learner.lm
-    # Exactly, because the old pass and the reference's ran on the same padded batches.
+    # exactly, because all passes have the same padded batches
     assert info["ratio_max"] == 1 and info["clip_fraction"] == info["kl"] == 0
     found = gradient(lm.model)
     assert not lm.model.lm_head.weight.grad[list(lm.value_ids)].any()
     lm.model.zero_grad()
     tokens = sum(len(m.batch.turn_of) for m in case.minibatches[0])
     for n, z in case.logits():
-        said = torch.tensor(case.batch.turns[n].action_ids)[:, None]
-        logp = restricted_log_softmax(z[:-1], lm.value_ids).gather(1, said)
+        token = torch.tensor(case.batch.turns[n].action_ids)[:, None]
+        logp = restricted_log_softmax(z[:-1], lm.value_ids).gather(1, token)
         (-case.of_turn(n, case.targets.adv)[0] * logp.sum() / tokens).backward()
     torch.testing.assert_close(found, gradient(lm.model), atol=1e-5, rtol=1e-4)
 
@@ -2204,9 +2211,9 @@ def test_update_has_the_gradient_of_the_papers_loss(tmp_path, context, unclipped
     for n, z in case.logits():
         logp = torch.log_softmax(z[:-1, words], -1)
         h = -(logp.exp() * logp).sum(-1)
-        said = torch.stack([x[words.index(i)] for x, i in zip(logp, turns[n].action_ids)])
-        rho = (said - case.of_turn(n, case.old.logp)).exp()
-        r = case.of_turn(n, case.ref) - said
+        logp_token = torch.stack([x[words.index(i)] for x, i in zip(logp, turns[n].action_ids)])
+        rho = (logp_token - case.of_turn(n, case.old.logp)).exp()
+        r = case.of_turn(n, case.ref) - logp_token
         surrogate = torch.minimum(rho * adv[n], rho.clamp(0.9, 1.1) * adv[n])
         loss = (0.05 * (r.exp() - 1 - r) - surrogate - 0.02 * h).sum() / tokens
         loss = loss + 0.7 * regression(z[0], case.old.p_v[n], y_v[n] / 4) / count
@@ -2234,10 +2241,10 @@ def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, 
     tokens = n = 0
     for m in (m for mini in case.minibatches for m in mini):
         mine = turns[n:n + len(m.batch.start)]
-        said = [i for t in mine for i in t.action_ids]
-        assert m.batch.ids[m.batch.token_row, m.batch.token_col].tolist() == said
+        sampled = [i for t in mine for i in t.action_ids]
+        assert m.batch.ids[m.batch.token_row, m.batch.token_col].tolist() == sampled
         assert m.batch.ids.numel() <= max(500, m.batch.ids.shape[1])
-        assert m.tokens == slice(tokens, tokens + len(said))
+        assert m.tokens == slice(tokens, tokens + len(sampled))
         assert m.turns == slice(n, n + len(mine))
         tokens, n = m.tokens.stop, m.turns.stop
     assert n == len(turns) and tokens == len(batch.turn_of) == len(batch.logp)
@@ -2262,8 +2269,8 @@ def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
 
 
 def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_path, monkeypatch):
-    """The policy that played is the same for all steps of an iteration, the reference for all;
-    tau_v and r_max are the flags' and not the model's."""
+    """Old scores are those before the first step of an iteration, the reference's those of the
+    initial model; and tau_v and r_max are those of the flags, not of the model's folder."""
     def watched(*args, **options):
         kept.append(rollout(*args, **options))
         return copy.deepcopy(kept[-1])
@@ -2286,8 +2293,8 @@ def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_pat
         metrics = learner.learn(kept[n], n)
         assert metrics == {key: line[key] for key in metrics}
         old, info, lr = zip(*steps)
-        assert len(steps) > 2 and all(its is old[0] for its in old)
-        assert info[0]["ratio_max"] == 1 < max(its["ratio_max"] for its in info)
+        assert len(steps) > 2 and all(scores is old[0] for scores in old)
+        assert info[0]["ratio_max"] == 1 < max(step["ratio_max"] for step in info)
         assert (info[0]["kl"] > 1e-4) == (n > 0)
         assert lr == pytest.approx([1e-2 * min(1, (first + k + 1) / 4) * (1 - n / 6)
                                     for k in range(len(steps))])
@@ -2373,8 +2380,8 @@ def test_v_comes_from_a_separate_critic_or_is_zero(tmp_path, flags, context):
 
 # ---- whole runs
 
-class Alone:
-    """train.py in processes of its own, one for each rank, which begin with everything imported."""
+class OneRank:
+    """Runs train.py in other processes, one per rank, in which everything is imported already."""
 
     ranks = 1
 
@@ -2408,7 +2415,7 @@ class Alone:
         assert [process.exitcode for process in self.processes] == [0] * self.ranks
 
 
-class TwoRanks(Alone):
+class TwoRanks(OneRank):
     ranks = 2
 
 
@@ -2438,8 +2445,7 @@ def check_run(folder, iterations=2):
 
 @pytest.fixture
 def strong(tmp_path):
-    """Flags of runs that win some games, from a start whose readouts differ: there is something to
-    compare."""
+    """Flags of runs that win some games and start with V and Q that are not 0."""
     lm = load(TINY_HOUSE)
     torch.manual_seed(0)
     lm.head.weight.data[list(lm.value_ids)] = 0.02 * torch.randn(2, lm.head.in_features)
@@ -2451,21 +2457,20 @@ def strong(tmp_path):
 def test_run_writes_its_files_and_eval_reproduces_its_evaluation(tmp_path, monkeypatch, capsys, env,
                                                                  flags):
     if env == "webshop":
-        wish = {"attributes": ["airy"], "instruction": "x", "instruction_attributes": ["airy"]}
         products = [DRESS | {"asin": f"B{n:09d}"} for n in range(30)]
-        wishes = {product["asin"]: wish for product in products}
-        flags = [*flags, "--data", write_catalogue(tmp_path / "shop", products, wishes)]
+        about = {product["asin"]: attributes_entry() for product in products}
+        flags = [*flags, "--data", write_catalogue(tmp_path / "shop", products, about)]
     run, categories = tmp_path / "run", envs.env_class(env).categories.values()
     run_main(train, monkeypatch, "--env", env, "--batch_size", 5, "--horizon", 6, "--eval_games", 3,
              "--iterations", 2, "--out", run, *flags)
     assert all({*line["success_by_category"]} == {*categories} for line in check_run(run))
     assert "\n| start | 1 | " in capsys.readouterr().out
-    # The final weights in the run's own setting play as they did at the end of the run.
+    # the final weights with the run's settings play as they did at the end of the run
     run_main(evaluation, monkeypatch, "--model", run, "--limit", 3)
     assert json.loads((run / "eval-test.json").read_text())["weights"] == str(run / "final")
     assert "test, T = 0.4, 3 games: success " in capsys.readouterr().out
-    said = {(e["task"], *e["responses"]) for e in read_lines(run / "eval-test.jsonl")}
-    assert len(said) == 3 and said == {
+    played = {(e["task"], *e["responses"]) for e in read_lines(run / "eval-test.jsonl")}
+    assert len(played) == 3 and played == {
         (e["task"], *e["responses"]) for e in read_lines(run / "eval.jsonl")
         if e["when"] == "after" and e["temperature"] == 0.4}
 
@@ -2476,8 +2481,8 @@ def test_resumed_run_matches_uninterrupted_run_and_two_ranks_match_one(tmp_path,
     are split over the ranks; a checkpoint holds the critic and its optimizer."""
     every = [*strong, *flags.split(), "--batch_size", 6, "--eval_games", 0, "--mini_batch", 12,
              "--lr_warmup", 4, "--lr_final_fraction", 1]
-    for name, start, *more in (("one", Alone, 2), ("two", TwoRanks, 2), ("cut", Alone, 1),
-                               ("cut", Alone, 2, "--resume")):
+    for name, start, *more in (("one", OneRank, 2), ("two", TwoRanks, 2), ("cut", OneRank, 1),
+                               ("cut", OneRank, 2, "--resume")):
         start(*every, "--out", tmp_path / name, "--iterations", *more).finish()
     for name in ("model.safetensors", "critic.pt", "learner-0.pt"):
         whole, cut = (tmp_path / of / "checkpoint-2" / name for of in ("one", "cut"))
@@ -2502,7 +2507,7 @@ def test_metrics_are_logged_to_wandb_and_a_resumed_run_keeps_its_id(tmp_path, mo
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert len(files) == len(lines) == 2
     for file, line in zip(files, lines):
-        for _ in range(3000):  # a process of its own writes it
+        for _ in range(3000):  # wandb's own process writes it
             written = file.read_bytes()
             if str(line["entropy"]).encode() in written and b"value/v_mean" in written:
                 break
@@ -2539,8 +2544,8 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path, unclipped, mon
                                                       lambda x: x):
             case.step()
         found.append(gradient(lm.model))
-        wide = lm.model.config.intermediate_size  # of what the MLP makes of hundreds of tokens
-        kept = any(math.prod(shape) > 100 * wide and shape[-1] == wide for shape in saved)
+        width = lm.model.config.intermediate_size  # of the MLP's activations
+        kept = any(math.prod(shape) > 100 * width and shape[-1] == width for shape in saved)
         assert kept == (not flags) and not lm.model.training
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
@@ -2558,7 +2563,7 @@ def outcome(folder):
 
 
 @pytest.mark.parametrize("run, unharmed, kills, flags", [
-    (Alone, Alone, (0, 1, 2), []),
+    (OneRank, OneRank, (0, 1, 2), []),
     (TwoRanks, TwoRanks, (2,), "--context full --old_logprobs rollout".split())])
 def test_run_killed_repeatedly_ends_like_an_uninterrupted_run(tmp_path, strong, run, unharmed,
                                                               kills, flags):
@@ -2578,25 +2583,26 @@ def test_run_killed_repeatedly_ends_like_an_uninterrupted_run(tmp_path, strong, 
     kept = metrics.read_text().splitlines()[:done]
     unharmed("--resume", "--out", killed).finish()
     assert outcome(killed) == outcome(tmp_path / "whole")
-    # Their seconds are the same too, so they were not run again.
+    # these lines have the same seconds, so their iterations were not repeated
     assert done and metrics.read_text().splitlines()[:done] == kept
 
 
-@pytest.mark.parametrize("run", [Alone, TwoRanks])
+@pytest.mark.parametrize("run", [OneRank, TwoRanks])
 def test_run_stopped_by_a_signal_is_saved_and_resumes(tmp_path, strong, run):
-    """Of two ranks, one alone is told."""
-    flags, out = [*SMALL, *strong, "--lr_final_fraction", 1, "--save_every", 99], tmp_path / "told"
-    told, metrics = run(*flags, "--iterations", 99, "--out", out), out / "metrics.jsonl"
-    while told.running() and not (metrics.is_file() and metrics.read_text()):
+    """Only the last rank gets the signal."""
+    flags = [*SMALL, *strong, "--lr_final_fraction", 1, "--save_every", 99]
+    out = tmp_path / "stopped"
+    stopped, metrics = run(*flags, "--iterations", 99, "--out", out), out / "metrics.jsonl"
+    while stopped.running() and not (metrics.is_file() and metrics.read_text()):
         time.sleep(0.01)
-    told.processes[-1].terminate()
-    for process in told.processes:
+    stopped.processes[-1].terminate()
+    for process in stopped.processes:
         process.join(300)
-    assert [process.exitcode for process in told.processes] == [1] * run.ranks
+    assert [process.exitcode for process in stopped.processes] == [1] * run.ranks
     done, kept = len(read_lines(metrics)), metrics.read_text()
     assert [*checkpoints(out)] == [done]
     run("--resume", "--iterations", done + 1, "--out", out).finish()
-    assert metrics.read_text().startswith(kept)  # with its seconds: it was not run again
+    assert metrics.read_text().startswith(kept)  # with their seconds: they were not repeated
     check_run(out, done + 1)
     run(*flags, "--iterations", done + 1, "--out", tmp_path / "whole").finish()
     assert outcome(out) == outcome(tmp_path / "whole")
@@ -2607,19 +2613,19 @@ def test_signal_abandons_the_iteration_only_before_its_update(tmp_path, monkeypa
     run, function = tmp_path / "run", getattr(train, where)
     before = signal.getsignal(signal.SIGINT)
 
-    def told(*args, **options):
+    def with_signal(*args, **options):
         if (run / "metrics.jsonl").read_text():  # in the second iteration
             os.kill(os.getpid(), signal.SIGTERM)
         return function(*args, **options)
 
-    monkeypatch.setattr(train, where, told)
+    monkeypatch.setattr(train, where, with_signal)
     with pytest.raises(SystemExit, match="interrupted"):
         run_main(train, monkeypatch, *SMALL, "--save_every", 99, "--out", run)
     assert [*checkpoints(run)] == [done] == [len(read_lines(run / "metrics.jsonl"))]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def hold_apart(rank, folder):
+def lock_in_separate_folders(rank, folder):
     os.makedirs(folder / str(rank))
     os.chdir(folder / str(rank))
     with pytest.raises(ValueError, match="rank 1 does not see what rank 0 writes to run"):
@@ -2628,7 +2634,7 @@ def hold_apart(rank, folder):
 
 
 def test_ranks_without_a_shared_folder_are_refused(tmp_path):
-    on_ranks(hold_apart, 2, tmp_path / "meet", tmp_path)
+    on_ranks(lock_in_separate_folders, 2, tmp_path / "init", tmp_path)
 
 
 def test_remedies_for_out_of_memory_are_allowed_with_resume():
@@ -2645,26 +2651,27 @@ def test_terminal_that_lacks_a_character_ends_no_run(monkeypatch):
 
 def test_progress_prints_lines_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(cli, "SECONDS_PER_LINE", 0.01)
-    said = ""
+    printed = ""
     with cli.progress("rollout", 10, "turns") as bar:
         bar.update(3)
-        while "3/10" not in said:
-            said += capsys.readouterr().err
-    assert all(line.startswith("rollout: ") for line in said.splitlines()) and "\r" not in said
+        while "3/10" not in printed:
+            printed += capsys.readouterr().err
+    assert all(line.startswith("rollout: ") for line in printed.splitlines())
+    assert "\r" not in printed
 
 
 @pytest.mark.parametrize("first, flags", [
-    (TwoRanks, []), (Alone, ["--dtype", "bfloat16", "--optim_state_dtype", "bfloat16"])])
+    (TwoRanks, []), (OneRank, ["--dtype", "bfloat16", "--optim_state_dtype", "bfloat16"])])
 def test_run_resumes_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong, first, flags,
                                                                monkeypatch):
     flags = [*strong, *flags, "--batch_size", 6, "--lr_final_fraction", 1, "--eval_games", 0,
              "--mini_batch", 12]
-    Alone(*flags, "--iterations", 2, "--out", tmp_path / "whole").finish()
+    OneRank(*flags, "--iterations", 2, "--out", tmp_path / "whole").finish()
     first(*flags, "--iterations", 1, "--out", tmp_path / "cut").finish()
-    shares = [*tmp_path.glob("cut/checkpoint-1/learner-*.pt")]
-    assert len(shares) == first.ranks
-    for name, says in ((shares[-1].name, "lacks one of its learner-"), ("sapo.json", "lacks sapo"),
-                       (shares[0].name, f"{shares[0].name} is damaged"),
+    shards = [*tmp_path.glob("cut/checkpoint-1/learner-*.pt")]
+    assert len(shards) == first.ranks
+    for name, says in ((shards[-1].name, "lacks one of its learner-"), ("sapo.json", "lacks sapo"),
+                       (shards[0].name, f"{shards[0].name} is damaged"),
                        ("model.safetensors", "cannot load model .*checkpoint-1")):
         shutil.copytree(tmp_path / "cut", tmp_path / "torn")
         part = tmp_path / "torn/checkpoint-1" / name
@@ -2676,7 +2683,7 @@ def test_run_resumes_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong,
             run_main(train, monkeypatch, "--iterations", 2, "--out", tmp_path / "torn", "--resume")
         shutil.rmtree(tmp_path / "torn")
     kept = (tmp_path / "cut/metrics.jsonl").read_text()
-    Alone("--iterations", 2, "--out", tmp_path / "cut", "--resume").finish()
+    OneRank("--iterations", 2, "--out", tmp_path / "cut", "--resume").finish()
     assert (tmp_path / "cut/metrics.jsonl").read_text().startswith(kept)
     (_, whole), (_, cut) = (read_lines(tmp_path / name / "metrics.jsonl")
                             for name in ("whole", "cut"))
@@ -2684,7 +2691,7 @@ def test_run_resumes_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong,
     assert 0 < whole["success"] < 1 and abs(whole["loss_policy"]) > 1e-3
     for key in numbers:
         assert cut[key] == pytest.approx(whole[key], rel=1e-3, abs=1e-6), key
-    if first is Alone:
+    if first is OneRank:
         weights = (tmp_path / name / "final/model.safetensors" for name in ("whole", "cut"))
         assert len({path.read_bytes() for path in weights}) == 1
 
@@ -2712,13 +2719,13 @@ def update_of_a_rank(rank, size, uneven, context, out):
         torch.save((gradient(lm.model), info), out)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@CONTEXTS
 def test_any_number_of_ranks_gives_the_gradient_of_one(tmp_path, context):
-    """The shares are unequal; and once all turns are on one rank and none on the others."""
+    """Ranks have different numbers of turns; in the last case rank 0 has all of them."""
     results = []
     for size, uneven in ((1, False), (2, False), (3, False), (3, True)):
         out = tmp_path / f"{size}{uneven}"
-        on_ranks(update_of_a_rank, size, tmp_path / f"meet{size}{uneven}", size, uneven, context,
+        on_ranks(update_of_a_rank, size, tmp_path / f"init{size}{uneven}", size, uneven, context,
                  out)
         results.append(torch.load(out))
     for gradients, info in results[1:]:
@@ -2739,7 +2746,7 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     assert json.loads((run / "config.json").read_text())["lr"] == 1e-4
     with pytest.raises(SystemExit, match="there is no run in"):
         run_main(train, monkeypatch, "--resume", "--out", tmp_path / "nwe")
-    # With settings beside it, --resume of nothing begins: a job's script may always pass it.
+    # with its settings, --resume starts a run that does not exist: a job can always pass it
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--out", tmp_path / "new", "--resume")
     assert (tmp_path / "new" / "final").is_dir()
 
@@ -2750,8 +2757,8 @@ with open(f"{HERE}/tools/frozen_lake.py") as file:
 
 def test_resuming_with_other_games_warns(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    begun = ["--env", "tools.frozen_lake:FrozenLake", *SMALL]
-    for shift, more in enumerate((begun, ["--resume"], ["--resume"])):
+    flags = ["--env", "tools.frozen_lake:FrozenLake", *SMALL]
+    for shift, more in enumerate((flags, ["--resume"], ["--resume"])):
         lake = importlib.import_module("tools.frozen_lake")
         monkeypatch.setattr(lake.FrozenLake, "tasks", lambda self, split: [*range(shift // 2, 90)])
         run_main(train, monkeypatch, "--iterations", shift + 1, "--out", run, *more)
@@ -2791,8 +2798,8 @@ def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
 
 
 def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
-    """It lies in the working directory, and is played here and in processes of its own. Its tasks
-    may be numbers from a generator, its types NumPy's, its text no Unicode."""
+    """Its module is in the working directory, and it is played in this process and by a worker. Its
+    tasks come from a generator, its types are NumPy's, and its text has a lone surrogate."""
     mine = MY_ENV.replace('"won": self.at == self.goal', '"won": np.bool_(self.at == self.goal)')
     mine = mine.replace("return [n for n in range(5000) if (n % 5 == 0) == (split == \"test\")]",
                         "return (n for n in np.arange(50))").replace("Ice:", "Ice \\udcff:")
@@ -2861,7 +2868,7 @@ def test_mistakes_on_the_command_line_give_one_clear_line(tmp_path, monkeypatch,
 
 
 def test_run_warns_once_of_what_keeps_it_from_learning(tmp_path, monkeypatch, capsys):
-    """A lake and a model that knows a house alone; a house at the usual settings says nothing."""
+    """The house's model on a lake, and unsuitable settings; usual settings give no warning."""
     lake = ["--env", "tools.frozen_lake:FrozenLake", "--max_new_tokens", 6]
     for flags, says in ((lake, ["a fifth of the actions are admissible",
                                 "--max_new_tokens 6 truncates",
@@ -2888,10 +2895,10 @@ def test_episode_page_shows_all_numbers_and_escapes_text():
     page = evaluation.episode_page(evil, turns, lines,
                                    lambda ids: "".join(text.get(i, f" w{i}") for i in ids))
     assert "<script" not in page and page.count("&lt;script&gt;alert(1)") >= 6
-    seen, said, answer = map(page.index, ("<pre>&lt;script", "<mark", "<pre>An answer. &lt;"))
-    assert seen < said < answer < page.index("Turn 2") and "<details" not in page
+    prompt, response, answer = map(page.index, ("<pre>&lt;script", "<mark", "<pre>An answer. &lt;"))
+    assert prompt < response < answer < page.index("Turn 2") and "<details" not in page
     assert page.count("<svg") == page.count("</svg>") == 2 and "Q after the response" in page
-    # What a browser would fetch. The pictures point to parts of themselves.
+    # a browser need not fetch anything: the pictures refer to parts of themselves only
     assert not re.search(r"""src=|@import|<link|href=(?!"#)|url\((?!#)""", page)
     assert page.count("<section>") == len(turns) and "advantage -1.25" in page
     assert page.count("<mark") == sum(len(turn.logp) for turn in turns)
@@ -2902,15 +2909,15 @@ def test_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
     those after iteration 2."""
     success, run = [0.25, 0.5, 0.5, 0.25], tmp_path / "run"
-    looks, keep = iter(success), train.evaluate_and_keep
+    results, keep = iter(success), train.evaluate_and_keep
 
-    def look(*about):
+    def evaluate(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "report", lambda records: {"success": next(looks)})
-            return keep(*about)
+            patch.setattr(evaluation, "report", lambda records: {"success": next(results)})
+            return keep(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "evaluate_and_keep", look)
+        patch.setattr(train, "evaluate_and_keep", evaluate)
         run_main(train, monkeypatch, *SMALL, "--eval_every", 1, "--out", run)
     assert [line["held_out"] for line in read_lines(run / "metrics.jsonl")] == success
     assert capsys.readouterr().out.count("the best so far") == 2
@@ -2945,10 +2952,10 @@ def test_table_and_curves_of_runs(tmp_path, capsys, monkeypatch):
             a_run(tmp_path / "ppo-0", 0.5, 5, algo="ppo")]
     (tmp_path / "torn").mkdir()
     run_main(evaluation, monkeypatch, "--table", *runs, tmp_path / "torn")
-    said = capsys.readouterr()
-    rows = [line.strip("| ").split(" | ") for line in said.out.splitlines()]
+    printed = capsys.readouterr()
+    rows = [line.strip("| ").split(" | ") for line in printed.out.splitlines()]
     assert rows[0] == ["method", "seeds", "Pick", "Look", "Clean", "Heat", "Cool", "Pick2", "All",
-                       "All, T = 1", "seconds", "M tokens"] and said.err.count("skipping") == 1
+                       "All, T = 1", "seconds", "M tokens"] and printed.err.count("skipping") == 1
     assert rows[2][:4] == ["start", "2", "20.0 ± 0.0", "–"] and "25.0 ± 0.0" in rows[2]
     assert rows[3] == ["sapo", "2", "85.0 ± 5.0", *["–"] * 5, "85.0 ± 5.0", "42.5 ± 2.5",
                        "30 ± 10", "2.00 ± 0.00"]
@@ -2957,12 +2964,12 @@ def test_table_and_curves_of_runs(tmp_path, capsys, monkeypatch):
     assert "| Score | Success | " in shop[0] and shop[2] == "| start | 1 | 50.0 | 25.0 | – |  |  |"
     drawn, save = {}, Figure.savefig
 
-    def look(figure, *args, **options):
+    def record_lines(figure, *args, **options):
         drawn.update({ax.get_title(): [line.get_label() for line in ax.lines]
                       for ax in figure.axes})
         save(figure, *args, **options)
 
-    monkeypatch.setattr(Figure, "savefig", look)
+    monkeypatch.setattr(Figure, "savefig", record_lines)
     run_main(evaluation, monkeypatch, "--plot", *runs, "--out", tmp_path / "curves.png")
     both, alone = ["sapo, n = 2", "ppo, n = 1"], ["sapo, n = 2"]
     assert [*drawn.values()] == [both, alone, alone, both]  # PPO's V has another target
@@ -2990,9 +2997,9 @@ def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, mo
                                              ("without-0", 0.4, 0, [0.1, 0.1, 0.2, 0.2]),
                                              ("without-1", 0.6, 0, [0.1, 0.1, 0.9, 0.2]))]
     run_main(evaluation, monkeypatch, "--half", 0.5, "--table", *runs, tmp_path / "nothing-0")
-    said = capsys.readouterr()
-    lines = said.out.splitlines()
-    assert "skipping" in said.err and [*lines[2:4], lines[-1]] == [
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert "skipping" in printed.err and [*lines[2:4], lines[-1]] == [
         "| with | 2 | 80.0 ± 10.0 | 40.0 ± 5.0 | 40.0 ± 10.0 | 560 ± 80 | 40 ± 10 | 40 ± 10 |",
         "| without | 2 | 50.0 ± 10.0 | 25.0 ± 5.0 | 23.8 ± 8.8 | ≥ 560 (1 of 2 reach it) | – | – |",
         "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | ≥ +0 |"]
@@ -3023,13 +3030,13 @@ def test_every_file_runs_by_itself(capsys, monkeypatch):
     run_main(model_module, monkeypatch)
     assert "w+" in capsys.readouterr().out
     run_main(rollout_module, monkeypatch)
-    said = capsys.readouterr().out
-    kv, hf = re.findall(r"^(?:kv|hf): (.*\n.*)$", said, re.M)
-    assert kv == hf and "\nkv: " in said and "\nhf: " in said  # the numbers and the text
+    printed = capsys.readouterr().out
+    kv, hf = re.findall(r"^(?:kv|hf): (.*\n.*)$", printed, re.M)
+    assert kv == hf and "\nkv: " in printed and "\nhf: " in printed  # the numbers and the text
 
 
 def python_files():
-    """The Python files of the repository by their module's name, tests and all."""
+    """{module: path} of all Python files of the repository."""
     paths = [path for pattern in ("*.py", "simulators/*.py", "runtime/*.py", "tools/*.py")
              for path in glob.glob(f"{HERE}/{pattern}")]
     return {os.path.relpath(path, HERE)[:-3].replace(os.sep, "."): path for path in sorted(paths)}
@@ -3065,8 +3072,8 @@ def test_imports_point_only_downwards():
     for name, path in python_files().items():
         place, part = name.partition(".")[0], name.rpartition(".")[2]
         if place in BELOW and not part.startswith("test_"):
-            ours = {module.partition(".")[0] for module in imports_of(path)} & set(BELOW)
-            assert ours <= BELOW[place], f"{name} imports {ours - BELOW[place]}"
+            own = {module.partition(".")[0] for module in imports_of(path)} & set(BELOW)
+            assert own <= BELOW[place], f"{name} imports {own - BELOW[place]}"
             seen.add(place)
     assert seen == set(BELOW)
     alone = {module.partition(".")[0] for module in imports_of(f"{HERE}/sapo.py")}
@@ -3097,23 +3104,23 @@ OTHERS = ["sapo", "model", "envs", "rollout", "eval", "train"]
 
 def test_sapo_alone_works_with_torch(tmp_path):
     shutil.copy(f"{HERE}/sapo.py", tmp_path)
-    said = alone(tmp_path, "import sapo\nsapo.main()\n", ["transformers", "numpy", *OTHERS[1:]])
-    assert "A^ (7)" in said and "gradient of a token of each turn" in said
+    printed = alone(tmp_path, "import sapo\nsapo.main()\n", ["transformers", "numpy", *OTHERS[1:]])
+    assert "A^ (7)" in printed and "gradient of a token of each turn" in printed
 
 
 def test_the_readout_section_of_model_works_with_torch(tmp_path):
     with open(f"{HERE}/model.py") as file:
         text = section(file.read(), "readouts", "batches")
-    said = alone(tmp_path, "import torch\n\n" + text + """
+    printed = alone(tmp_path, "import torch\n\n" + text + """
 z = torch.tensor([[1.0, 2.0, 3.0, 5.0]])
 logp = restricted_log_softmax(z, (3, 0))
 print(value_readout(z, (3, 0), tau=8.0).item(), entropy(logp, (3, 0)).item())
 print(logp.exp().tolist())
 """, ["transformers", "tokenizers", *OTHERS])
-    readout, h = map(float, said.split()[:2])
+    readout, h = map(float, printed.split()[:2])
     p = math.e / (1 + math.e)
     assert readout == 0.5 and h == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
-    assert json.loads(said.splitlines()[1])[0] == pytest.approx([0, 1 - p, p, 0])
+    assert json.loads(printed.splitlines()[1])[0] == pytest.approx([0, 1 - p, p, 0])
 
 
 SAMPLING = """
@@ -3130,7 +3137,7 @@ print("sampled")
 
 
 def test_the_sampler_works_with_model_beside_it(tmp_path):
-    """What stands in rollout.py before the trajectories, copied by itself."""
+    """The part of rollout.py before the trajectories, in a file of its own."""
     shutil.copy(f"{HERE}/model.py", tmp_path)
     shutil.copytree(f"{HERE}/results/tiny-house", tmp_path / "start")
     with open(f"{HERE}/rollout.py") as file:

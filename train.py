@@ -723,11 +723,12 @@ def parse_config(argv: list[str] = ()) -> Config:
     """Flags -> Config. With --resume the run's settings hold. ValueError: a flag contradicts them
     (except RESUME_MUTABLE), or settings do not fit together."""
     given = vars(parser_for(Config, PRESETS, "SAPO, Algorithm 1.").parse_args(argv))
-    asked, stored = Config(**given), {}
-    defaults = vars(Config()) | defaults_for(asked) | presets_for(asked)
-    out = str(Path(asked.out or f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"))
-    if asked.resume and (Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}):
-        stored = {k: v for k, v in RunDir(out).settings().items() if hasattr(asked, k)}
+    requested, stored = Config(**given), {}
+    defaults = vars(Config()) | defaults_for(requested) | presets_for(requested)
+    out = str(Path(requested.out or f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"))
+    started = Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}
+    if requested.resume and started:
+        stored = {k: v for k, v in RunDir(out).settings().items() if hasattr(requested, k)}
     config = Config(**defaults | stored | given | {"out": out})
     conflicts = [f"--{k} was {v}" for k, v in stored.items()
                  if k not in RESUME_MUTABLE and getattr(config, k) != v]
@@ -740,21 +741,21 @@ def parse_config(argv: list[str] = ()) -> Config:
     return config
 
 
-def defaults_for(asked: Config) -> dict:
+def defaults_for(config: Config) -> dict:
     """Defaults that depend on other settings and on the machine."""
-    env, gpu = envs.env_class(asked.env), torch.cuda.is_available()
+    env, gpu = envs.env_class(config.env), torch.cuda.is_available()
     return {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
             "eval_games": env.held_out[1],
-            "max_prompt": env.max_prompt if asked.context == "window" else None,
-            "group_size": 8 if LEARNERS[asked.algo] is GroupBased else 1}
+            "max_prompt": env.max_prompt if config.context == "window" else None,
+            "group_size": 8 if LEARNERS[config.algo] is GroupBased else 1}
 
 
-def presets_for(asked: Config) -> dict:
+def presets_for(config: Config) -> dict:
     """The PRESETS that apply."""
-    out = dict(PRESETS["webshop"]) if str(asked.env).startswith("webshop") else {}
-    out |= PRESETS["tiny"] if is_tiny(asked.model) else {}
-    out |= PRESETS["tiny in house"] if (asked.model, asked.env) == ("tiny", "house") else {}
-    return out if asked.context == "window" else out | {"max_prompt": None}  # the model's limit
+    out = dict(PRESETS["webshop"]) if str(config.env).startswith("webshop") else {}
+    out |= PRESETS["tiny"] if is_tiny(config.model) else {}
+    out |= PRESETS["tiny in house"] if (config.model, config.env) == ("tiny", "house") else {}
+    return out if config.context == "window" else out | {"max_prompt": None}  # the model's limit
 
 
 def check(c: Config) -> None:

@@ -18,9 +18,9 @@ def test_adamw_matches_torch_in_chunks_of_any_size(monkeypatch, chunk):
     torch.manual_seed(0)
     start = torch.randn(7, 5)
     gradients = [torch.randn(7, 5) * 10 ** torch.randn(7, 5) for _ in range(20)]
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    a = steps_of(optim.AdamW([ours], lr=1e-2, weight_decay=0.1), ours, gradients)
-    b = steps_of(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1), theirs, gradients)
+    one, other = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    a = steps_of(optim.AdamW([one], lr=1e-2, weight_decay=0.1), one, gradients)
+    b = steps_of(torch.optim.AdamW([other], lr=1e-2, weight_decay=0.1), other, gradients)
     torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
@@ -28,22 +28,22 @@ def test_adamw_matches_torch_in_chunks_of_any_size(monkeypatch, chunk):
 def test_master_weights_learn_where_16_bit_weights_would_not(state_dtype):
     torch.manual_seed(0)
     start, gradients = torch.randn(2000).bfloat16(), [torch.randn(2000) + 1 for _ in range(300)]
-    alone, ours = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    stood = steps_of(torch.optim.AdamW([alone], lr=1e-6, weight_decay=0), alone, gradients) == start
-    assert stood[start.abs() > 0.05].all()
-    optimizer = optim.AdamW([ours], lr=1e-6, weight_decay=0, state_dtype=state_dtype)
-    steps_of(optimizer, ours, gradients)
-    state, exact = optimizer.state[ours], torch.nn.Parameter(start.float())
+    plain, master = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    end = steps_of(torch.optim.AdamW([plain], lr=1e-6, weight_decay=0), plain, gradients)
+    assert (end == start)[start.abs() > 0.05].all()
+    optimizer = optim.AdamW([master], lr=1e-6, weight_decay=0, state_dtype=state_dtype)
+    steps_of(optimizer, master, gradients)
+    state, exact = optimizer.state[master], torch.nn.Parameter(start.float())
     steps_of(torch.optim.AdamW([exact], lr=1e-6, weight_decay=0), exact,
-             [g.to(ours.grad_dtype).float() for g in gradients])
-    assert state["exp_avg"].dtype == state_dtype and torch.equal(ours, state["master"].bfloat16())
-    moved, wanted = state["master"] - start.float(), exact.detach() - start.float()
+             [g.to(master.grad_dtype).float() for g in gradients])
+    assert state["exp_avg"].dtype == state_dtype and torch.equal(master, state["master"].bfloat16())
+    moved, expected = state["master"] - start.float(), exact.detach() - start.float()
     if state_dtype == torch.float32:
-        torch.testing.assert_close(moved, wanted, atol=1e-7, rtol=1e-3)
-    else:  # rounded at random it is right on average; to the nearest, v would stop far too low
-        assert moved.mean().item() == pytest.approx(wanted.mean().item(), rel=0.01)
-        assert ((moved - wanted).norm() / wanted.norm()) < 0.05
-    assert wanted.abs().mean() > 1e-4
+        torch.testing.assert_close(moved, expected, atol=1e-7, rtol=1e-3)
+    else:  # right on average; rounded to the nearest, exp_avg_sq would stay far too low
+        assert moved.mean().item() == pytest.approx(expected.mean().item(), rel=0.01)
+        assert ((moved - expected).norm() / expected.norm()) < 0.05
+    assert expected.abs().mean() > 1e-4
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -1,4 +1,4 @@
-"""Tests of the shop, on a small catalogue of their own. One test looks at the original's thousand
+"""Tests of the shop, on a small catalogue. One test looks at the original's thousand
 products in WEBSHOP_DATA, and is skipped, visibly, if that is unset."""
 import json
 import math
@@ -29,7 +29,7 @@ GADGETS = [SHIRT | {"asin": f"B{n:09d}", "name": f"Thing {n} gadget", "pricing":
 TASK = "Find me airy dresses with color: red | white, and size: s"
 
 
-def wish(text="Find me x"):
+def attributes_entry(text="Find me x"):
     """A product's entry in the file of attributes and synthetic goals."""
     return {"attributes": ["airy"], "instruction": text, "instruction_attributes": ["airy"]}
 
@@ -37,7 +37,8 @@ def wish(text="Find me x"):
 def write_catalogue(folder, products=(DRESS, SHIRT, *GADGETS), about=None):
     """Writes the three files of WebShop's download and returns the folder as a string."""
     folder.mkdir(exist_ok=True)
-    about = about or {"B00DRESS01": wish("Find me airy dresses"), "B00SHIRT02": {"attributes": []}}
+    about = about or {"B00DRESS01": attributes_entry("Find me airy dresses"),
+                      "B00SHIRT02": {"attributes": []}}
     human = {"B00SHIRT02": [
         {"instruction": "a shirt.", "instruction_attributes": [], "instruction_options": []},
         {"instruction": "i want a shirt..", "instruction_attributes": ["one bullet"],
@@ -116,7 +117,7 @@ def test_odd_products_and_goals(tmp_path):
     odd = DRESS | {"asin": "B00ODD0001", "customization_options": {
         "Color": [{"value": "one"}, {"value": "two"}], "Size": [{"value": "one"}]}}
     products = [odd, odd, SHIRT | {"asin": "nan"}, SHIRT | {"asin": "B0000000000"}, SHIRT]
-    data = write_catalogue(tmp_path / "shop", products, {"B00ODD0001": wish()})
+    data = write_catalogue(tmp_path / "shop", products, {"B00ODD0001": attributes_entry()})
     shop = Shop(data)
     assert len(shop.catalogue.facts) == 2
     shop.enter(0)
@@ -169,7 +170,7 @@ def test_search_matches_bm25_by_a_loop_and_orders_ties_by_asin(tmp_path):
     for _ in range(20):
         query = rng.choices(words, k=rng.randrange(1, 6))
         scores = [0.0] * len(texts)
-        for term in query:  # a word said twice counts twice
+        for term in query:  # a word that occurs twice counts twice
             df = sum(term in text for text in texts)
             idf = math.log(1 + (120 - df + 0.5) / (df + 0.5))
             for d, text in enumerate(texts):
@@ -201,8 +202,8 @@ def test_purchase_score_matches_the_original(nouns, query, path, score):
 def test_goals_are_the_originals_and_splits_share_no_product(tmp_path):
     pricing = ["$5.00", "$12.00$80.00", None, "$985.00", "$1200.00"]
     products = [DRESS | {"asin": f"B{n:09d}", "pricing": pricing[n % 5]} for n in range(50)]
-    about = {p["asin"]: wish() for p in products[::2]}
-    ours = Shop(write_catalogue(tmp_path / "shop", products, about)).goals
+    about = {p["asin"]: attributes_entry() for p in products[::2]}
+    found = Shop(write_catalogue(tmp_path / "shop", products, about)).goals
     random.seed(0)  # the original uses the global stream, products in order
     prices = [p for _ in range(10) for p in (5.0, random.uniform(12.0, 80.0), 100.0, 985.0, 1200.0)]
     goals = []
@@ -214,10 +215,10 @@ def test_goals_are_the_originals_and_splits_share_no_product(tmp_path):
                   for color in ("red | white", "rectangular \"x\"") for size in ("s", "l")]
     random.seed(233)
     random.shuffle(goals)
-    assert [(ours[i]["asin"], ours[i]["text"]) for i in range(100)] == goals
-    assert list(ours.prices) == prices
-    splits = [ours.split(name) for name in ("train", "valid", "test")]
-    assert sorted(sum(splits, [])) == list(range(100)) == ours.split("test_500")
+    assert [(found[i]["asin"], found[i]["text"]) for i in range(100)] == goals
+    assert list(found.prices) == prices
+    splits = [found.split(name) for name in ("train", "valid", "test")]
+    assert sorted(sum(splits, [])) == list(range(100)) == found.split("test_500")
     bought = [{goals[i][0] for i in numbers} for numbers in splits]
     assert sum(map(len, bought)) == 25 and len(bought[0]) > 12
 
@@ -251,10 +252,10 @@ def test_broken_and_missing_files_are_named(tmp_path):
     whole = file.read_text()
     for chunk in (1, 7, 1 << 22):
         assert list(webshop.json_items(str(file), chunk)) == [DRESS, SHIRT, *GADGETS]
-    for broken, says in ((whole[:-30], "ends too early"), ("[{}]", "is not WebShop's"),
+    for broken, message in ((whole[:-30], "ends too early"), ("[{}]", "is not WebShop's"),
                          (whole.replace("$", "$x $", 1), "product B")):
         file.write_text(broken)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             Shop(data)
     file.unlink()
     with pytest.raises(FileNotFoundError, match="does not exist.*WEBSHOP_DATA"):

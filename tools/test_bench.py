@@ -1,21 +1,11 @@
 """Tests of tools/bench.py: what it counts and prints, not how long things take."""
-import os
 import re
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded, and nothing waits for a network
 
 import pytest
 import torch
 
-from test_sapo import random_model, run_main
+from test_sapo import on_the_cpu, random_model, run_main  # on_the_cpu is used automatically
 from tools import bench
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """Hides a GPU from this process and from those it starts."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def test_flops_match_a_count_by_hand():

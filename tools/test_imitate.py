@@ -1,4 +1,4 @@
-"""Tests of imitation: the demonstrators, the loss, and the folder it leaves."""
+"""Tests of tools/imitate.py."""
 import json
 import os
 import signal
@@ -10,10 +10,9 @@ import train
 from envs import make_env, tasks
 from runtime.checkpoint import ROOT
 from model import load, make_batch
-from test_sapo import random_model, run_main
+from test_sapo import on_the_cpu, random_model, run_main  # on_the_cpu is used automatically
 from tools import frozen_lake, imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
-from tools.test_bench import on_the_cpu  # it acts by itself
 from simulators.test_textworld import TRIAL, needs_package, small_game
 
 
@@ -25,7 +24,7 @@ def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
         assert demonstrate(env, task, seed=0) and env.won
     pick = wins.pop("pick_and_place_simple")
     assert sum(pick) > 0.8 * len(pick) > 0 and len(wins) == 5
-    assert all(sum(its) < 0.2 * len(its) for its in wins.values())
+    assert all(sum(won) < 0.2 * len(won) for won in wins.values())
 
 
 @needs_package
@@ -38,27 +37,27 @@ def test_demonstrator_searches_and_recovers_from_random_commands(small_game):
     turns = demonstrate(env, TRIAL, 0)
     thoughts = ["find mug"] * 2 + ["put mug in desk"] * 2
     assert [(turn.thought, turn.label) for turn in turns] == [*zip(thoughts, plan)]
-    slips = 0
+    random_turns = 0
     for seed in range(20):
         turns = demonstrate(env, TRIAL, seed, noise=0.5)
-        slips += sum(turn.label != turn.executed for turn in turns)
+        random_turns += sum(turn.label != turn.executed for turn in turns)
         assert all({turn.label, turn.executed} <= {*turn.info["admissible"]} for turn in turns)
         assert env.played[-1] == "move mug 1 to desk 1" and env.steps < env.horizon
-    assert slips > 20
+    assert random_turns > 20
 
 
 def test_imitation_loss_is_weighted_cross_entropy():
     lm = random_model("qwen2", 1)
     samples = [(torch.randint(5, 500, (n,)).tolist(), spans)
                for n, spans in ((30, [(8, 13), (20, 25)]), (12, [(9, 12)]))]
-    wanted, words = 0.0, [i for i in range(lm.model.config.vocab_size) if i not in lm.value_ids]
+    expected, words = 0.0, [i for i in range(lm.model.config.vocab_size) if i not in lm.value_ids]
     for ids, spans in samples:
         logp = torch.log_softmax(lm.model(torch.tensor([ids])).logits[0][:, words], -1)
         for t in range(1, len(ids)):
             weight = 1.0 if any(a <= t < b for a, b in spans) else 0.3
-            wanted -= weight * logp[t - 1, words.index(ids[t])].item()
+            expected -= weight * logp[t - 1, words.index(ids[t])].item()
     loss = imitate.imitation_loss(lm, make_batch(samples), 0.3).item()
-    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("context", ["window", "full"])
@@ -68,8 +67,8 @@ def test_random_commands_are_not_imitated(context):
         turns = demonstrate(make_env("house", horizon=6), task, 7, noise=0.5)
         assert any(turn.label != turn.executed for turn in turns)
         samples = imitate.samples_of(lm, turns, context, config)
-        said = [lm.text(ids[start:end]) for ids, spans in samples for start, end in spans]
-        assert said == [f"<think> {turn.thought} </think> <action> {turn.label} </action>"
+        responses = [lm.text(ids[start:end]) for ids, spans in samples for start, end in spans]
+        assert responses == [f"<think> {turn.thought} </think> <action> {turn.label} </action>"
                         for turn in turns if context == "window" or turn.label == turn.executed]
         assert len(samples) == (1 if context == "full" else len(turns))
 
@@ -82,24 +81,24 @@ def test_imitation_leaves_a_folder_to_train_from(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="exists already"):
         run_main(imitate, monkeypatch, "--out", start)
     run_main(train, monkeypatch, "--model", start, "--batch_size", 3, "--iterations", 1,
-             "--eval_games",
-             0, "--out", tmp_path / "run", *small)
+             "--eval_games", 0, "--out", tmp_path / "run", *small)
     assert "1 of 1: success" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", ["--until 0.985", "--until_success 0.4"])
 def test_imitation_stops_at_until_or_until_success(monkeypatch, flags):
-    asked = []
+    measured = []
 
     def measure(sampler, games, pool, step, config):
-        asked.append((sampler.context, step, len(games)))
-        return (0.98, 0.3) if asked[-1][:2] == ("full", 199) else (0.99, 0.4)
+        measured.append((sampler.context, step, len(games)))
+        return (0.98, 0.3) if measured[-1][:2] == ("full", 199) else (0.99, 0.4)
 
     monkeypatch.setattr(imitate, "measure", measure)
     monkeypatch.setattr(imitate, "train_step", lambda model, optimizer, *_: optimizer.step())
     monkeypatch.setattr(imitate, "batches", lambda *_: iter([[([1, 2], [(1, 2)])]] * 900))
     imitate.imitate(random_tiny(), None, *imitate.parse(flags.split()))
-    assert asked == [(context, step, 64) for step in (199, 399) for context in ("window", "full")]
+    assert measured == [("window", 199, 64), ("full", 199, 64), ("window", 399, 64),
+                        ("full", 399, 64)]
 
 
 def test_imitation_resumes_after_ctrl_c(tmp_path, monkeypatch, capsys):
@@ -127,7 +126,7 @@ def test_imitation_resumes_after_ctrl_c(tmp_path, monkeypatch, capsys):
 
 
 def test_frozen_lake_is_learned_with_the_commands_of_the_readme(tmp_path, monkeypatch):
-    """Made shorter: half of their steps."""
+    """With half as many steps."""
     monkeypatch.chdir(tmp_path)
     commands = [line.split("  ")[0].split()[2:] for line in open(f"{ROOT}/README.md")
                 if line.startswith("python t") and "tools.frozen_lake:FrozenLake" in line]

@@ -9,72 +9,71 @@ import pytest
 
 from envs import Pool, make_env, tasks
 from rollout import Response
-from test_sapo import run_main
+from test_sapo import on_the_cpu, run_main  # on_the_cpu is used automatically
 from tools import prompted
 from tools.prompted import Endpoint, run_trials
-from tools.test_bench import on_the_cpu  # it acts by itself
 
 
-class Knowing(Endpoint):
-    """Knows how to win each game, but only looks around in the first wins[i] attempts at game i. It
-    keeps what it is asked: (game, attempt, turn, prompt)."""
+class Agent(Endpoint):
+    """Looks around in the first wins[i] attempts at game i, and wins the next one. It records its
+    prompts: (game, attempt, turn, prompt)."""
 
     def __init__(self, plans, wins, limit):
         self.plans, self.wins, self.limit = plans, wins, limit
         self.max_new_tokens, self.steps = 4, 0
-        self.asked, self.trial, self.turn = [], Counter(), Counter()
+        self.prompts, self.trial, self.turn = [], Counter(), Counter()
 
-    def add(self, i, letters, u):
-        trial, turn, text = self.trial[i], self.turn[i], "".join(letters)
-        self.asked.append((i, trial, turn, text))
+    def add(self, i, characters, u):
+        trial, turn, text = self.trial[i], self.turn[i], "".join(characters)
+        self.prompts.append((i, trial, turn, text))
         self.turn[i] += 1
         action = self.plans[i][turn] if trial >= self.wins[i] else "look"
-        said = f"<think> idea {turn} </think> <action> {action} </action>"
+        response = f"<think> idea {turn} </think> <action> {action} </action>"
         if "You did not succeed" in text:
-            said = f"lesson {trial} of {i}"
+            response = f"lesson {trial} of {i}"
             self.trial[i], self.turn[i] = trial + 1, 0
         request = Future()
-        request.set_result(Response(list(said), [], 0.0, 0.0))
+        request.set_result(Response(list(response), [], 0.0, 0.0))
         self.requests[request] = i
 
 
 def last_attempts(style, wins, limit=10 ** 9):
-    """-> what was asked, and the record of the last attempt at each game."""
+    """-> the prompts, and the record of the last attempt at each game."""
     games, plans, env = tasks("house", "test")[:len(wins)], [], make_env("house")
     for game in games:
         env.reset(game)
         plans.append(env.expert())
-    model = Knowing(plans, wins, limit)
+    model = Agent(plans, wins, limit)
     records = dict(run_trials(model, dict(enumerate(games)), Pool("house"), style=style))
-    return model.asked, [records[number] for number in range(len(games))]
+    return model.prompts, [records[number] for number in range(len(games))]
 
 
 def test_plain_and_react_prompts():
-    asked, (won, lost) = last_attempts("react", [0, 9])
+    prompts, (won, lost) = last_attempts("react", [0, 9])
     assert won["won"] and won["trials"] == 1 and won["lessons"] == []
     assert not lost["won"] and lost["turns"] == 20
     env, plan = make_env("house"), won["actions"]
     seen = [env.reset(won["task"])[0].strip()] + [env.step(action)[0] for action in plan[:-1]]
-    last = [text for i, *_, text in asked if i == 0][-1]
+    last = [text for i, *_, text in prompts if i == 0][-1]
     parts = [f"Observation: {o}\nThought: idea {n}\nAction: {a}\n"
              for n, (o, a) in enumerate(zip(seen, plan[:-1]))]
     now = f"Observation: {seen[-1]}\nCommands that work now: ["
     assert "".join(parts) + now in last and env.task in last
-    asked, _ = last_attempts("react", [9], limit=1500)  # the oldest turns make room
-    long = asked[-1][-1]
+    prompts, _ = last_attempts("react", [9], limit=1500)  # the oldest turns make room
+    long = prompts[-1][-1]
     assert len(long) <= 1500 and "idea 18" in long and "idea 3 " not in long
-    asked, _ = last_attempts("plain", [0])
-    assert "idea" not in asked[1][-1] and "Steps taken so far: 1." in asked[1][-1]
+    prompts, _ = last_attempts("plain", [0])
+    assert "idea" not in prompts[1][-1] and "Steps taken so far: 1." in prompts[1][-1]
 
 
 def test_reflexion_tries_three_times_with_its_lessons():
-    asked, records = last_attempts("reflexion", [0, 1, 3])
+    prompts, records = last_attempts("reflexion", [0, 1, 3])
     ends = [(r["won"], r["trials"], len(r["lessons"])) for r in records]
     assert ends == [(True, 1, 0), (True, 2, 1), (False, 3, 2)]
-    firsts = {(i, trial): text for i, trial, turn, text in asked if turn == 0}
+    firsts = {(i, trial): text for i, trial, turn, text in prompts if turn == 0}
     assert "lesson" not in firsts[2, 0] and "- lesson 0 of 2\n" in firsts[2, 1]
     assert "- lesson 0 of 2\n- lesson 1 of 2\n" in firsts[2, 2] and (0, 1) not in firsts
-    reflections = [text for *_, text in asked if "You did not succeed" in text]
+    reflections = [text for *_, text in prompts if "You did not succeed" in text]
     assert len(reflections) == 3 and all("Thought: idea 19" in text for text in reflections)
 
 
@@ -82,12 +81,12 @@ def test_reflexion_tries_three_times_with_its_lessons():
 def endpoint(monkeypatch):
     """-> (url, [(status, body), ...] to answer, of which the last one stays, the requests)."""
     pytest.importorskip("openai")
-    says, requests = [], []
+    answers, requests = [], []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, text = says.pop(0) if len(says) > 1 else says[0]
+            status, text = answers.pop(0) if len(answers) > 1 else answers[0]
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
@@ -96,7 +95,7 @@ def endpoint(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", says, requests
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", answers, requests
         server.shutdown()
 
 
@@ -105,21 +104,21 @@ def chat_answer(text):
 
 
 def test_endpoint_plays_and_finished_games_survive_a_failure(endpoint, tmp_path, monkeypatch):
-    url, says, requests = endpoint
+    url, answers, requests = endpoint
 
     def main(*flags, out):
         run_main(prompted, monkeypatch, "--model", "some/gpt", "--endpoint", url, *flags,
                  "--limit", 2, "--horizon", 3, "--out", tmp_path / out)
 
-    says += [(429, "slow down"), chat_answer("<think> hm </think> <action> look </action>")]
+    answers += [(429, "slow down"), chat_answer("<think> hm </think> <action> look </action>")]
     main("--prompt", "reflexion", out="e.json")
     report = json.loads((tmp_path / "e.json").read_text())
     assert report["n"] == 2 and report["success"] == 0 and report["prompt"] == "reflexion"
     assert len(requests) == 1 + 2 * (3 * 3 + 2)  # three attempts of three turns, two reflections
     assert requests[-1]["model"] == "some/gpt" and len(requests[-1]["messages"]) == 1
-    # the second game fails; a model that ran out of tokens says None
+    # the second game fails; a model that ran out of tokens answers None
     for status, body, why in ((404, "no such\nmodel", "404"), (200, '{"choices": []}', "Index")):
-        says[:] = [chat_answer(None)] * 3 + [(status, body)]
+        answers[:] = [chat_answer(None)] * 3 + [(status, body)]
         with pytest.raises(SystemExit, match=f"^prompted.py: {url}: .*{why}.*$"):
             main("--max_num_seqs", 1, out="f.json")
         assert json.loads((tmp_path / "f.jsonl.new").read_text())["turns"] == 3
