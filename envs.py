@@ -464,7 +464,8 @@ class AlfWorld(Env):
         return state.feedback, self.info(state)
 
     def info(self, state):
-        return {"admissible": list(state.admissible_commands), "task": self.task,
+        self.admissible = list(state.admissible_commands)
+        return {"admissible": self.admissible, "task": self.task,
                 "category": self.category, "won": self.won, "score": float(self.won)}
 
     def step(self, action):

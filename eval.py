@@ -454,7 +454,7 @@ def make_parser(description):
 
 def run_of(model):
     """The run that --model belongs to, as RUN or RUN/best, and its settings; or None and {}."""
-    for folder in (Path(model), Path(model).parent):
+    for folder in (Path(model), Path(model).parent) if Path(model).is_dir() else ():
         if "env" in read_json(folder / "config.json"):
             return folder, RunDir(folder).settings()
     return None, {}

@@ -1,6 +1,5 @@
 """Tests of runtime/checkpoint.py."""
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,32 +12,21 @@ from runtime.checkpoint import RunDir
 
 def checkpoints(run):
     """{finished iterations: folder} of a run's checkpoints, by their names."""
-    named = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.iterdir()}
-    return {int(match[1]): path for path, match in named.items() if match}
+    return {checkpoint.iterations_of(path): path for path in run.glob("checkpoint-*[0-9]")}
 
 
 SETTINGS = {"save_every": 1, "algo": "sapo", "seed": 0, "env": "house", "model": "tiny"}
 
 
-def started(path, iterations):
-    """Makes a run with a metrics line for each of so many iterations, and one checkpoint -> it."""
-    run = RunDir(path)
-    path.mkdir()
-    run.begin(SETTINGS)
-    (path / "metrics.jsonl").write_text(
-        "".join(f'{{"iteration": {n}}}\n' for n in range(iterations)))
-    run.save_checkpoint(iterations, lambda folder: checkpoint.write_file(f"{folder}/a", "state"))
-    return run
-
-
 def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
-    path = tmp_path / "run"
-    run = started(path, 2)
+    path, run = tmp_path / "run", RunDir(tmp_path / "run")
     for name in ("final", "best"):
-        (path / name).mkdir()
+        (path / name).mkdir(parents=True)
+    run.begin(SETTINGS)
+    run.save_checkpoint(2, lambda folder: checkpoint.write_file(f"{folder}/a", "state"))
     (path / "eval.json").write_text("{}")
-    with open(path / "metrics.jsonl", "a") as log:
-        log.write('{"iteration": 2}\n{"iter')
+    (path / "metrics.jsonl").write_text(
+        '{"iteration": 0}\n{"iteration": 1}\n{"iteration": 2}\n{"iter')
     newest = run.newest_checkpoint()
     assert checkpoints(path) == {2: newest}
     run.begin(SETTINGS, newest)

@@ -152,6 +152,7 @@ def test_shop_expert_wins_from_any_page(shop_data, goals):
     ("the 18\" men-women and/or dogs as is", "18 men women dog"),
     ("ponies running relational biologically sky", "poni run relat biolog sky"),
     ("\u65e5\u672c caf\u00e9s", "\u65e5 \u672c caf\u00e9"),
+    ("\u05e6\u05d4\"\u05dc", "\u05e6\u05d4\"\u05dc"),
     ("\u2605wide\U0001f468\u200d\U0001f4bc", "\u2605 wide \U0001f468\u200d\U0001f4bc")])
 def test_terms_are_those_of_lucene(text, expected):
     assert webshop.terms(text) == expected.split()

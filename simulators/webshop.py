@@ -47,29 +47,14 @@ turquoise violet walnut wheat white wine yellow""".split()
 
 # ---------------------------------------------------------------------------------- text analysis
 
-@functools.cache
-def tokenizer():
-    """Lucene's StandardTokenizer: the word boundaries of Unicode's UAX #29. It keeps the pieces
-    with a letter, a digit, an ideograph or a pictograph."""
-    marks = r"[\p{WB=Format}\p{WB=Extend}\p{WB=ZWJ}]*"  # these belong to the character before them
-
-    def wb(*names):
-        return "(?:[" + "".join(rf"\p{{WB={name}}}" for name in names) + f"]{marks})"
-
-    letter, digit, katakana = wb("ALetter", "Hebrew_Letter"), wb("Numeric"), wb("Katakana")
-    joiner = wb("ExtendNumLet")
-    in_word = wb("MidLetter", "MidNumLet", "Single_Quote")
-    in_number = wb("MidNum", "MidNumLet", "Single_Quote")
-    word = f"{letter}(?:{in_word}{letter})*"
-    number = f"{digit}(?:{in_number}{digit})*"
-    run = f"(?:(?:{word}|{number})+|{katakana}+)"
-    sign = (r"[[\p{Extended_Pictographic}\u2388\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2712"
-            r"\u2763-\u2767\U0001F000-\U0001FAFF]--\p{Regional_Indicator}]") + marks
-    alone = (rf"[\p{{Han}}\p{{Hiragana}}]{marks}|\p{{Regional_Indicator}}{{2}}{marks}"
-             rf"|{sign}(?:(?<=\u200d){sign})*")
-    return regex.compile(rf"{joiner}*{run}(?:{joiner}+{run})*{joiner}*|{alone}"
-                         r"|\p{Line_Break=Complex_Context}+", regex.V1)
-
+# Lucene's StandardTokenizer: of the pieces between the word boundaries of Unicode's UAX #29 it
+# keeps those with a letter, a digit, an ideograph or a pictograph
+PIECE = regex.compile(r"\p{Line_Break=Complex_Context}+|.+?\b", regex.WORD | regex.S | regex.V1)
+KEPT = regex.compile(
+    r"[\p{WB=ALetter}\p{WB=Hebrew_Letter}\p{WB=Katakana}\p{WB=Numeric}\p{Han}\p{Hiragana}"
+    r"\p{Line_Break=Complex_Context}]|\p{Regional_Indicator}{2}|"
+    r"[[\p{Extended_Pictographic}\u2388\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2712"
+    r"\u2763-\u2767\U0001F000-\U0001FAFF]--\p{Regional_Indicator}]", regex.V1)
 
 # as in Lucene: Martin Porter's own program, which differs from his paper in a few endings
 stem = PorterStemmer(mode="MARTIN_EXTENSIONS").stem
@@ -77,7 +62,7 @@ stem = PorterStemmer(mode="MARTIN_EXTENSIONS").stem
 
 @functools.lru_cache(1 << 18)
 def terms_between_blanks(text):
-    words = [re.sub(r"['\u2019\uff07]s$", "", w) for w in tokenizer().findall(text)]
+    words = [re.sub(r"['\u2019\uff07]s$", "", w) for w in PIECE.findall(text) if KEPT.search(w)]
     return [stem(w) for w in words if w not in STOPWORDS]
 
 
@@ -242,7 +227,7 @@ class Catalogue:
 
 def index_folder(files):
     """The folder of the index. Its name depends on the files and on the format of the index."""
-    version = 4
+    version = 5
     stamps = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
               for path in files if os.path.isfile(path)]
     name = hashlib.sha256(json.dumps([version, stamps]).encode()).hexdigest()[:16]
@@ -349,7 +334,10 @@ class Goals:
             text = text.strip(".")
         else:
             text, attributes = product["synthetic"]
-            options = self.combination(product["options"], part)
+            # combination number `part`: in the order of the names, the last changes fastest
+            names = sorted(product["options"])
+            choices = np.unravel_index(part, [len(product["options"][name]) for name in names])
+            options = {name: product["options"][name][i] for name, i in zip(names, choices)}
             if options:
                 text += " with " + ", and ".join(f"{k}: {v}" for k, v in options.items())
         if cap < ANY_PRICE:
@@ -357,16 +345,6 @@ class Goals:
         same = "asin", "title", "query", "category", "product_category", "nouns"
         return {k: product[k] for k in same} | {
             "text": text, "attributes": attributes, "options": options, "price_upper": cap}
-
-    @staticmethod
-    def combination(options, part):
-        """Combination number `part` of the options, in the order of their names; the value of the
-        last name changes fastest."""
-        out = {}
-        for name in sorted(options, reverse=True):
-            part, choice = divmod(part, len(options[name]))
-            out[name] = options[name][choice]
-        return dict(sorted(out.items()))
 
     def split(self, split):
         """The numbers of a split's goals. train, valid and test share no product; the original's
@@ -443,28 +421,19 @@ def type_reward(product, goal):
     return 1.0 if similar else 0.5
 
 
-def attribute_matches(product, goal):
-    """How many of the goal's attributes the product has, as such or in its text."""
+def purchase_score(product, price, options, goal):
+    """The original's reward, 0 to 1: the share of the goal's attributes, options and price that are
+    met, times the type's reward. `options`: what was chosen, {name: value}."""
     texts = [product["title"], " ".join(product["bullets"]), product["description"]]
     texts = [text.lower() for text in texts]
-    return sum(any(token_set_ratio(has, wanted) > 85 for has in product["attributes"])
-               or any(wanted in text for text in texts) for wanted in goal["attributes"])
-
-
-def option_matches(options, goal):
-    """How many of the goal's options were chosen."""
+    met = [any(token_set_ratio(has, wanted) > 85 for has in product["attributes"])
+           or any(wanted in text for text in texts) for wanted in goal["attributes"]]
     wanted = goal["options"].items() if isinstance(goal["options"], dict) else goal["options"]
     chosen = [first_color(value) for value in options.values()]
-    return sum(any(token_set_ratio(has, str(first_color(option))) > 85 for has in chosen)
-               for option in wanted)
-
-
-def purchase_score(product, price, options, goal):
-    """The original's reward, 0 to 1. `options`: what was chosen, {name: value}."""
-    got = attribute_matches(product, goal) + option_matches(options, goal)
-    got += price <= goal["price_upper"]
-    share = got / (len(goal["attributes"]) + len(goal["options"]) + 1)
-    return float(share * type_reward(product, goal))
+    met += [any(token_set_ratio(has, str(first_color(option))) > 85 for has in chosen)
+            for option in wanted]
+    met.append(price <= goal["price_upper"])
+    return float(sum(met) / len(met) * type_reward(product, goal))
 
 
 # --------------------------------------------------------------------------------------- the pages
@@ -586,25 +555,19 @@ class Shop:
         if self.page == "done":
             return plain("Thank you for shopping with us!", "Reward",
                          "Your score (min 0.0, max 1.0)", str(self.paid))
-        top = plain("Instruction:", self.goal["text"]) + [BACK]
+        out = plain("Instruction:", self.goal["text"]) + [BACK]
         if self.page == "results":
-            return top + self.results()
+            out += plain(f"Page {self.page_number} (Total results: {len(self.hits)})")
+            out += [PREV, NEXT] if self.page_number > 1 else [NEXT]
+            for product in map(self.catalogue.product, self.on_page):
+                out += [(product["asin"], "link")] + plain(product["title"], price_tag(product))
+            return out
         product = self.catalogue.product(self.item)
-        if self.page == "item":
-            return top + [PREV] + self.item_details(product)
-        texts = {"description": [product["description"]],
-                 "features": [f" {bullet}" for bullet in product["bullets"]], "reviews": []}
-        return top + [PREV] + plain(*texts[self.page])
-
-    def results(self):
-        out = plain(f"Page {self.page_number} (Total results: {len(self.hits)})")
-        out += [PREV, NEXT] if self.page_number > 1 else [NEXT]
-        for product in map(self.catalogue.product, self.on_page):
-            out += [(product["asin"], "link")] + plain(product["title"], price_tag(product))
-        return out
-
-    def item_details(self, product):
-        out = []
+        if self.page in SUBPAGES:
+            texts = {"description": [product["description"]],
+                     "features": [f" {bullet}" for bullet in product["bullets"]], "reviews": []}
+            return out + [PREV] + plain(*texts[self.page])
+        out.append(PREV)
         for name, values in product["options"].items():
             out += plain(name) + [(value, "label") for value in values]
         out += plain(product["title"], f"Price: {price_tag(product)}", "Rating: N.A.")
@@ -661,19 +624,12 @@ class Shop:
         if self.page == "results" and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
             pages = self.hits.index(self.target) // PER_PAGE + 1 - self.page_number
             return ["click[next >]"] * pages + link
-        found = {}  # query: pages to turn
-        for query in self.queries(product):
+        text, found = self.goal["text"].split(", and price lower than ")[0], []
+        for query in (text, text.split(" with ")[0], product["query"], product["title"],
+                      document(product)[:500]):
+            query = " ".join(re.sub(r"[][]", " ", query).split())  # commands use brackets
             hits = self.catalogue.search(query)
             if self.target in hits:
-                found[query] = hits.index(self.target) // PER_PAGE
-        if not found:
-            return None
-        query = min(found, key=found.get)
-        return [f"search[{query}]"] + ["click[next >]"] * found[query] + link
-
-    def queries(self, product):
-        """The expert's queries, without brackets, which commands use."""
-        text = self.goal["text"].split(", and price lower than ")[0]
-        queries = [text, text.split(" with ")[0], product["query"], product["title"],
-                   document(product)[:500]]
-        return [" ".join(re.sub(r"[][]", " ", query).split()) for query in queries]
+                pages = hits.index(self.target) // PER_PAGE
+                found.append([f"search[{query}]"] + ["click[next >]"] * pages + link)
+        return min(found, key=len, default=None)

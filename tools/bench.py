@@ -241,19 +241,6 @@ def random_turn(traj, n, prompt_ids, response, turns):
                 score=0.0, **empty)
 
 
-def learners_for(lm, config, ppo):
-    """-> {method: Learner}. PPO shares the policy's optimizer and reference with the first, so that
-    the memory of both fits."""
-    learners = {config.algo: train.LEARNERS[config.algo](lm, config)}
-    if ppo and config.algo != "ppo":
-        rival = train.LEARNERS["ppo"](lm, dataclasses.replace(config, algo="ppo"))
-        learners["ppo"] = rival
-        rival.optimizers[""] = learners[config.algo].optimizers[""]
-        if config.beta:
-            rival.reference = learners[config.algo].reference
-    return learners
-
-
 @dataclasses.dataclass
 class IterationFlags:
     """The flags beside those of train.py."""
@@ -276,7 +263,13 @@ def iteration_main(argv):
     describe(lm, config.model, config.dtype)
     lm, words = with_stops(lm, args.response)
     lm = train.compile_and_checkpoint(lm, config)
-    learners, sampler = learners_for(lm, config, args.ppo), evaluation.sampler_for(lm, config)
+    learners = {config.algo: (learner := train.LEARNERS[config.algo](lm, config))}
+    if args.ppo and config.algo != "ppo":
+        learners["ppo"] = rival = train.LEARNERS["ppo"](lm, dataclasses.replace(config, algo="ppo"))
+        # it shares the policy's optimizer and reference, so that the memory of both fits
+        rival.optimizers[""] = learner.optimizers[""]
+        rival.reference = learner.reference if config.beta else None
+    sampler = evaluation.sampler_for(lm, config)
     phases, diffs = {algo: [] for algo in learners}, []
     for n in tqdm(range(args.repeats + 1), desc="iterations", leave=False):
         took = []  # seconds

@@ -59,14 +59,6 @@ PHRASES = (  # fixed strings of the house and of ALFWorld
     "</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
 
 
-def household_words():
-    """(phrases, nouns): the fixed strings, and all objects and places of the house and ALFWorld."""
-    types = envs.OBJECTS + envs.PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
-    types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
-              "toiletpaperhanger tvstand wateringcan").split()
-    return PHRASES, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
-
-
 def vocabulary_of(config, flags):
     """(phrases, nouns) of another environment, from demonstrations in training games: the words of
     observations, thoughts and commands, and the commands that these words do not spell exactly."""
@@ -90,7 +82,12 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
     """A word-level tokenizer. A fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
     one token; unknown words are spelled, so that every ASCII string can be encoded. Spaces,
     punctuation and articles are dropped, which halves the number of tokens."""
-    phrases, nouns = words or household_words()
+    if words is None:  # the fixed strings, and all objects and places of the house and ALFWorld
+        types = envs.OBJECTS + envs.PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
+        types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
+                  "toiletpaperhanger tvstand wateringcan").split()
+        words = PHRASES, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
+    phrases, nouns = words
     prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
     fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
     phrases = sorted({*fixed, *phrases, role, envs.ANSWER} - {""})
@@ -154,11 +151,6 @@ class AlfWorldDemonstrator(HouseholdExpert, AlfWorld):
     """ALFWorld with the expert of the house, which searches the places in order and uses only what
     the agent has seen. Only the first place comes from the game's walkthrough, so that a model
     learns where things usually are."""
-
-    def info(self, state):
-        info = super().info(state)
-        self.admissible = info["admissible"]
-        return info
 
     def reset(self, task):
         obs, info = super().reset(task)
