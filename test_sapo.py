@@ -17,6 +17,7 @@ import io
 import json
 import math
 import multiprocessing
+import operator
 import os
 import pathlib
 import random
@@ -37,6 +38,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # the tests and the processes they start dow
 os.environ["OMP_NUM_THREADS"] = "1"  # tensors are small
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -1165,6 +1167,12 @@ def test_cache_grows_and_slots_are_compacted_without_changing_results():
         if turn == 2:  # an episode ends; its slot is used again
             kv.drop(0)
             conversations[0] = []
+    # a new token behind 100 cached ones, prefilled beside a long prompt: its padding needs no room
+    kv, u = Sampler(lm, "kv", "full", 12), np.full((2, 12), 0.5)
+    long, other = [rng.randrange(120, 500) for _ in range(100)], [7] * 90
+    long += kv([0], [long], u[:1])[0].ids + [8]
+    expected = hf([0, 1], [long, other], u)
+    assert [r.ids for r in kv([0, 1], [long, other], u)] == [r.ids for r in expected]
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
@@ -1333,7 +1341,9 @@ def test_correct_sampler_of_a_16_bit_model_passes_the_check_despite_rounding(con
     for rate in (0.003, 0.1):
         lm = random_model("qwen2", 1, layers=6, dtype=torch.bfloat16, initializer_range=0.15)
         round_differently(lm, rate)
+        weights = [*lm.model.parameters()]
         Sampler(lm, "kv", context, 30, temperature)
+        assert all(map(operator.is_, lm.model.parameters(), weights))  # the check restores them
 
 
 def is_decoding(kwargs):
@@ -1589,6 +1599,9 @@ def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
     assert sampler.limit == 81
     last = [t for t in ended if t.done]
     assert len(last) == len(GAMES) and any(t.truncated and t.turn < 5 for t in last)
+    pool = Pool("house", {"horizon": 6})
+    assert rollout(sampler, GAMES, pool, seed=(3,)) == ended
+    assert not pool.games  # those that were cut short were given up
     assert all(t.context_overflow == (t.turn < 5 and not t.won) for t in last)
     assert not any(t.context_overflow for t in free)
     first = [len(t.prompt_ids) for t in free if t.turn == 0]
@@ -1631,10 +1644,24 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
     assert len(facts) == 6
 
 
+def test_terminated_counts_where_an_environment_says_terminated_and_truncated():
+    class Both(envs.House):
+        def step(self, action):
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, reward, terminated, truncated or terminated, info
+
+    sampler = Sampler(load(TINY_HOUSE), max_new_tokens=16)
+    turns = rollout(sampler, envs.tasks("house", "train")[:12], Pool(Both, {"horizon": 20}))
+    ends = {(turn.won, turn.end) for turn in turns if turn.done}
+    assert ends == {(True, End.TERMINATED), (False, End.HORIZON)}
+
+
 def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones():
     lm = random_tiny()
     tokenizer, stops, size = lm.tokenizer, lm.stop_ids, len(lm.tokenizer)
     assert reserve_value_ids(tokenizer, size + 2, stops) == (size, size + 1)
+    with pytest.raises(ValueError, match="no two vocabulary entries are free"):
+        reserve_value_ids(tokenizer, size + 1, stops)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|extra_0|>", "<|extra_1|>", "<|tool|>"]})
     chosen = reserve_value_ids(tokenizer, len(tokenizer), stops)
@@ -1660,9 +1687,13 @@ def test_v_leaves_zero_in_16_bits_at_the_papers_learning_rate():
 
 def test_saturated_initial_readout_is_refused_with_a_remedy():
     lm = random_model("qwen2", 1)
+    ids = lm.chat.encode_user_turn("hello")
+    one, both = sorted(lm.tau_v * lm.score(make_batch(  # |z+ - z-| of Q and V
+        [(ids + [lm.chat.end_of_turn_id()], [(len(ids), len(ids) + 1)])]))[k].abs().item()
+        for k in (2, 3))
+    check_initial_readout(dataclasses.replace(lm, tau_v=(one + both) / 2), ids)
     with pytest.raises(ValueError, match="--value_tokens.*--tau_v"):
-        check_initial_readout(dataclasses.replace(lm, tau_v=1e-6),
-                              lm.chat.encode_user_turn("hello"))
+        check_initial_readout(dataclasses.replace(lm, tau_v=one / 2), ids)
 
 
 def test_the_conversation_grows_by_appending():
@@ -1813,9 +1844,10 @@ def test_saved_folder_works_in_plain_transformers_and_keeps_its_values(tmp_path,
         if not sample:
             response, = Sampler(lm, max_new_tokens=12, temperature=0.0).generate([prompt])
             assert out[0].tolist() == response.ids
-    again = actor_critic(model, tokenizer)  # reads sapo.json
-    assert (again.value_ids, again.tau_v) == (lm.value_ids, lm.tau_v)
-    assert torch.equal(again.head.weight, lm.head.weight)
+    for value_tokens in (None, lm.value_ids):  # those of sapo.json
+        again = actor_critic(model, tokenizer, value_tokens)
+        assert (again.value_ids, again.tau_v) == (lm.value_ids, lm.tau_v)
+        assert torch.equal(again.head.weight, lm.head.weight)
 
 
 def test_python_example_of_the_readme_trains_in_a_thread(tmp_path, monkeypatch, capsys):
