@@ -130,7 +130,7 @@ class PromptBuilder:
 
 class HouseholdPrompts(PromptBuilder):
     full_first, full_later = FULL_FIRST, FULL_LATER
-    works_always = "go to ", "inventory", "look"  # going to the current place does nothing
+    works_always = "go to ", "inventory", "look"  # to go where one is already does nothing
 
 
 class ShopPrompts(PromptBuilder):
@@ -159,8 +159,8 @@ def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]
     """A response -> (action, valid). The action is the lower-cased text between the first <action>
     and the first </action> of one of these texts, in this order:
 
-    1. what follows the first </think> (the whole response, if there is none), after everything that
-       ends before the last </think>
+    1. what follows the first </think> (the whole response, if there is none); but everything up to
+       an </action> is skipped as long as another </think> comes after it
     2. what comes before the first <think>
 
     If neither has these two tags in this order, the action is the last `fallback` characters, and
@@ -223,8 +223,8 @@ class Env:
 
 # --------------------------------------------------------------------------------------- house
 
-# A house of n places has the appliances' places, and others of the types PLACES[:n]. One with m
-# things has things of the types OBJECTS[:2 * m].
+# A house of n places has a sinkbasin, a microwave, a fridge, and n - 3 others of the types
+# PLACES[:n]. One with m things has things of the types OBJECTS[:2 * m].
 OBJECTS = """apple mug egg potato plate tomato book pen vase box bowl bread cup lettuce fork pan
 knife pot spoon winebottle cloth soapbar spatula ladle kettle cd butterknife dishsponge pencil
 statue pillow laptop alarmclock cellphone creditcard keychain newspaper remotecontrol watch candle
@@ -483,7 +483,8 @@ class AlfWorld(Env):
         """The rest of the game's walkthrough, or None at its end or after a step that is not in
         it."""
         done = len(self.played)
-        return self.walkthrough[done:] or None if self.played == self.walkthrough[:done] else None
+        follows = self.played == self.walkthrough[:done]
+        return (self.walkthrough[done:] or None) if follows else None
 
 
 # ------------------------------------------------------------------------------------- webshop

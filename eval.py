@@ -8,9 +8,9 @@
                                                     success reaches 62 %, explained variance
     python eval.py --plot runs/* --half 0.62        the same as curves over episodes
 
-Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard error,
-of a mean over seeds or of a difference of such means. Each held-out game is played once per
-temperature.
+Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard error:
+in tables and curves of a mean over seeds or of a difference of such means, in the line that --model
+prints of a mean over games. Each held-out game is played once per temperature.
 """
 import contextlib
 import gc
@@ -161,7 +161,7 @@ def group_runs(folders, finished=False):
 
 
 class Mean(NamedTuple):
-    """A mean over seeds and its standard error, which is NaN for one seed."""
+    """A mean, usually over seeds, and its standard error, which is NaN for one value."""
 
     mean: float
     error: float
@@ -197,9 +197,9 @@ def paper_table(folders):
     if "success_at_1" in first[0].result:
         keys["All, T = 1"] = "success{}_at_1"
 
-    def row(label, runs, end=""):
-        results = [run.result | run.result.get(f"success{end}_by_category", {}) for run in runs]
-        columns = [[100 * result.get(key.format(end), np.nan) for result in results]
+    def row(label, runs, when=""):
+        results = [run.result | run.result.get(f"success{when}_by_category", {}) for run in runs]
+        columns = [[100 * result.get(key.format(when), np.nan) for result in results]
                    for key in keys.values()]
         return [label, str(len(runs)), *[Mean.of(shares).text() for shares in columns]]
 
@@ -448,12 +448,14 @@ def make_parser(description):
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     for name, kind in SHARED.items():
-        add(f"--{name}", help="default: the run's, else as for train.py", **argparse_options(kind))
+        add(f"--{name}", help="default: the run's; without a run, that of train.py for models that "
+            "are not tiny", **argparse_options(kind))
     return parser
 
 
 def run_of(model):
-    """The run that --model belongs to, as RUN or RUN/best, and its settings; or None and {}."""
+    """The run that --model belongs to, as RUN or a folder in it, and its settings; or None and
+    {}."""
     for folder in (Path(model), Path(model).parent) if Path(model).is_dir() else ():
         if "env" in read_json(folder / "config.json"):
             return folder, RunDir(folder).settings()
@@ -470,6 +472,8 @@ def complete(args):
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
     if args.env not in (None, settings["env"]):  # these fit only the run's own environment
         settings |= dict.fromkeys(("data", "horizon", "max_prompt"))
+    if args.context not in (None, settings["context"]):  # a prompt's limit is not a conversation's
+        settings["max_prompt"] = None
     vars(args).update({k: settings.get(k) for k in SHARED if getattr(args, k) is None})
     env = envs.env_class(args.env)
     if args.context == "window":

@@ -84,6 +84,7 @@ def make_batch(samples: list) -> Batch:
     row, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
     tokens = sum(end - start for _, start, end in turns)
     turn_of = torch.arange(len(turns)).repeat_interleave(end - start, output_size=tokens)
+    # response token number m is at its turn's start + m - (response tokens of the turns before)
     col = torch.arange(len(turn_of)) + (end - (end - start).cumsum(0))[turn_of]
     return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
                  row, start, end, turn_of, row[turn_of], col)
@@ -121,7 +122,7 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
         prob, missing = logp.exp(), -logp.shape[1] % BLOCK
         prob = (F.pad(prob, (0, missing)) if missing else prob).unflatten(1, (-1, BLOCK))
         mass = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
-        below_one = 1 - 2 ** -40  # keeps the target below the total where u rounds to 1
+        below_one = 1 - 2 ** -40  # keeps the target below the total, which rounding could reach
         target = u[:, None].double().clamp(max=below_one) * mass[:, -1:]
         block = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[1] - 1)
         inner = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
@@ -149,7 +150,7 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     causal = empty or mask is None and query.shape[2] > 1  # a single query sees the whole cache
     mask = None if empty else mask
     grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E
-    # float32 on a GPU takes the last way too, which is faster there
+    # float32 on a GPU takes the `else` branch even without a mask, which is faster there
     if mask is None and not (query.is_cuda and query.dtype == torch.float32):  # scoring, prefill
         gqa = {"enable_gqa": True} if groups > 1 else {}  # `groups > 1` is symbolic if compiled
         out = sdpa(query, key, value, is_causal=causal, scale=scaling, **gqa)
@@ -263,8 +264,9 @@ class ActorCritic:
                 "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
 
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (B, T), padded on the right -> (B, T, D). If compiled, ids are padded to a width
-        divisible by 8 and to two rows, so that less is compiled again, and so is the result."""
+        """ids (B, T), padded on the right -> (B, T, D). If compiled, ids, and therefore the result,
+        are padded to a width divisible by 8 and to at least two rows, so that fewer shapes are
+        compiled."""
         if self.compile:
             ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, len(ids) == 1))
         out = self.backbone(input_ids=ids, use_cache=False, **self.causal_kwargs(ids))
@@ -534,10 +536,11 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
 
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: float | None = None,
                  r_max: float | None = None) -> ActorCritic:
-    """Wraps a model that is loaded already. w+ and w- are the two `value_tokens` (names or ids), or
-    `value_ids`, or those in the sapo.json of the folder the model was loaded from (like tau_v and
-    r_max), or two tokens that no text uses. The head's rows of tokens that are reserved here for
-    the first time are set to 0. ValueError: the model cannot be used."""
+    """Wraps a model that is loaded already. w+ and w- are the two `value_tokens` (names or ids); or
+    `value_ids`, whose rows of the head are trained already; or those in the sapo.json of the folder
+    the model was loaded from (like tau_v and r_max); or two tokens that no text uses. Rows of
+    tokens that are reserved here for the first time are set to 0. ValueError: the model cannot be
+    used."""
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
@@ -551,11 +554,11 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     head = model.get_output_embeddings()
     stop_ids = find_stop_ids(model, tokenizer, chat)
     if value_tokens or not value_ids:
-        stored_ids, value_ids = value_ids, reserve_value_ids(
-            tokenizer, len(head.weight), stop_ids, value_tokens)
-        if value_ids != tuple(stored_ids or ()):  # V = Q = 0, and near 0 bfloat16 is at its finest
+        reserved = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
+        if reserved != tuple(value_ids or ()):  # V = Q = 0, and near 0 bfloat16 is at its finest
             for p in head.parameters():
-                p.data[[*value_ids]] = 0
+                p.data[[*reserved]] = 0
+        value_ids = reserved
     if chat:
         chat.protect({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,

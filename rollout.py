@@ -327,8 +327,8 @@ class Sampler:
     # ---- the kv engine: prefill, decode, hand out what is finished
     def enqueue(self, key, ids, uniforms):
         """`add` without its checks. A sequence that continues a conversation takes over its slot.
-        There the KV cache is kept of all tokens before the last response, and of those at its
-        beginning that are still the same: a response may have been tokenized again."""
+        Of its KV cache, all tokens before the last response are kept, and the response's own up to
+        the first that differs in `ids`: the caller may have tokenized it again."""
         sequence = Sequence(key, [*ids], np.asarray(uniforms, dtype=np.float32))
         if past := self.sequences.get(key):
             sequence.num_cached = len(past.ids)
@@ -491,6 +491,7 @@ class Sampler:
         self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
         self.lag = 1 if gpu else 0  # how many snapshots the host is behind
         self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
+        # with CUDA graphs, select_mode replaces it by one that makes new graphs after every resize
         self.make_decode_step = lambda: self.decode_one_token
         backbone = self.lm.model.base_model
         try:
@@ -595,7 +596,7 @@ def check_against_reference(sampler: Sampler) -> str:
     room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
     longest = max(len(encode_check_prompt(lm, text)[:room]) for text in CHECK_PROMPTS)
     sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
-    rng = np.random.default_rng(0)
+    rng, uniforms = np.random.default_rng(0), {}
     sampler.forget()
     sampler.ensure_capacity(len(CHECK_PROMPTS),
                             rounds * (longest + steps + 8) + sampler.max_new_tokens)
@@ -607,9 +608,8 @@ def check_against_reference(sampler: Sampler) -> str:
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
                 ids += encode_check_prompt(lm, CHECK_PROMPTS[key], ids)[:room]
-                u = rng.random(sampler.max_new_tokens, dtype=np.float32)
-                sequences[key][2].append(u)
-                sampler.enqueue(key, ids, u)
+                uniforms[key] = rng.random(sampler.max_new_tokens, dtype=np.float32)
+                sampler.enqueue(key, ids, uniforms[key])
             sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
             finished = sampler.run(steps)
             sampler.is_stop.fill_(True)  # every token ends it
@@ -619,7 +619,7 @@ def check_against_reference(sampler: Sampler) -> str:
                 ids, spans, responses = sequences[key]
                 spans.append((len(ids), len(ids) + len(response.ids)))
                 ids += response.ids
-                responses[-1] = response, responses[-1][:len(response.ids)]
+                responses.append((response, uniforms[key][:len(response.ids)]))
         sampled, plain, exact = sampled_plain_exact(sampler, sequences)
     finally:
         lm.head.weight[lm.value_index] = saved_rows
@@ -681,9 +681,10 @@ def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
         logp_exact, cdf = distribution(hidden_exact, index)
         rounding = (cdf - cdf_plain).abs().amax(-1)
         end, chosen = cdf.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
-        outside = cdf.amax(-1) - end
         if temperature:
             outside = torch.maximum(u[index] - end, end - chosen.exp() - u[index]).clamp(min=0)
+        else:  # how much less likely than the likeliest token
+            outside = cdf.amax(-1) - end
         parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
     logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
     value_plain, value_exact = (torch.stack([
@@ -846,7 +847,8 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
 
 def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
     """Plays every task, with the options of `trajectories` -> all turns, ordered by trajectory and
-    turn. A task whose first prompt does not fit has none. ValueError: no task's prompt fits."""
+    turn. A task whose first prompt does not fit has none. ValueError: no task's prompt fits (with
+    several ranks, train.make_minibatches says so)."""
     from runtime.distributed import world_size  # here, as above
     turns = []
     for _, played, builder in trajectories(sampler, tasks, pool, **options):

@@ -18,7 +18,7 @@ It needs only torch: copy it. Equation numbers are the paper's, and `# SAPO:` ma
 Shapes: N turns, M response tokens, B sequences, T tokens. Readouts p are in [-1, 1] (Eq. 1), and V
 and Q are R_max p (Eq. 2). A loss is a sum divided by `denom`, the number of tokens or turns of the
 whole mini-batch. So the losses of micro-batches and ranks add up, and gradients must be summed, not
-averaged. The same holds for `info`, except for names that end in _max.
+averaged. The numbers in `info` add up in the same way; of those that end in _max, take the maximum.
     python sapo.py       works through one small trajectory
 """
 import math
@@ -89,9 +89,10 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
     """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. Never NaN
     where adv is finite, even with one turn or none.
 
-    invalid (N,)  turns with an invalid action; their advantage is reduced by c_inv, in units of
-                  return, before normalization
-    valid (N,)    turns that are not padding (None: all); padding gets 0
+    invalid (N,)  turns whose response breaks the format; their advantage is reduced by c_inv, in
+                  units of return, before normalization
+    valid (N,)    turns that are not padding (None: all are), which is no opposite of `invalid`;
+                  padding gets 0
     group         torch.distributed process group that shares mean and std (None: this rank only)"""
     check_shapes(adv, invalid, valid)
     counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
@@ -159,8 +160,9 @@ def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tenso
                denom=None) -> tuple[Tensor, dict]:
     """Eq. 10-11, for V or for Q -> (loss, info: clip_fraction, saturated).
 
-    p, p_old, y (N,): current readouts, old readouts, targets over R_max. The mean is over turns,
-    not tokens. `saturated` is the fraction of readouts at +-1, where Eq. 1 has no gradient."""
+    p, p_old, y (N,): current readouts, old readouts, targets over R_max; valid (N,): which turns
+    are not padding (None: all). The mean is over turns, not tokens. `saturated` is the fraction of
+    readouts at +-1, where Eq. 1 has no gradient."""
     denom = denominator(denom, valid, p, p_old, y)
     p, p_old, y = (masked(valid, x) for x in (p, p_old, y))
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
@@ -216,7 +218,8 @@ def sapo_loss(logp: Tensor, entropy: Tensor, p_v: Tensor, p_q: Tensor, *, logp_o
     Per token, (M,) or (B, T): log-probs and entropy of the current policy, log-probs of the
     behaviour policy (logp_old) and of the reference (None if beta is 0), advantages, and a mask.
     Per turn, (N,): current and old readouts, targets over R_max, and which turns are not padding.
-    `tokens` and `turns` are the mini-batch's denominators (default: what is given here)."""
+    `tokens` and `turns` are the numbers of them in the whole mini-batch, by which the losses are
+    divided (default: those of what is given here)."""
     loss, info = actor_loss(logp, entropy, logp_old=logp_old, logp_ref=logp_ref, adv=adv, mask=mask,
                             clip=clip, beta=beta, c_h=c_h, tokens=tokens)
     loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
@@ -278,7 +281,7 @@ def grpo_advantages(traj: Tensor, group: Tensor, score: Tensor, *, std: bool = T
 @torch.no_grad()
 def rloo_advantages(traj: Tensor, group: Tensor, score: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740, Eq. 8), (N,) -> (N,): the score minus the mean of the task's other
-    trajectories, which is n / (n - 1) (score - mean)."""
+    trajectories, which is n / (n - 1) (score - mean), with the mean of all n."""
     score_of, group_of, row = per_trajectory(traj, group, score)
     mean, size = group_mean(score_of, group_of)
     return ((score_of - mean) * size / (size - 1).clamp(min=1))[row].to(score.dtype)

@@ -1873,18 +1873,22 @@ def test_config_fills_defaults_and_training_refuses_mismatches(tmp_path):
     train.train(train.Learner(lm, config), pool, config)
     assert len(read_lines(tmp_path / "new" / "run" / "metrics.jsonl")) == 1
 
-    def refuses(says, pool=pool, learns=config, **changes):
-        with pytest.raises(ValueError, match=says):
-            train.train(train.Learner(lm, learns), pool, dataclasses.replace(config, **changes))
+    def refuses(message, pool=pool, learner_changes={}, **changes):
+        learner = train.Learner(lm, dataclasses.replace(config, **learner_changes))
+        with pytest.raises(ValueError, match=message):
+            train.train(learner, pool, dataclasses.replace(config, **changes))
 
     refuses("has 1 iterations of another run")
-    for name in ("r_max", "tau_v"):
-        other = dataclasses.replace(config, **{name: 3.0})
-        refuses("the model has tau_v 1 and r_max 10", learns=other, **{name: 3.0})
+    for changes, message in (({"r_max": 3.0}, "the model has tau_v 1 and r_max 10"),
+                             ({"tau_v": 3.0}, "the model has tau_v 1 and r_max 10"),
+                             ({"places": 6}, "the pool has places 5, and the settings have 6"),
+                             ({"horizon": 5}, "the pool has horizon 3, and the settings have 5")):
+        refuses(message, learner_changes=changes, **changes)
+    refuses("the pool has horizon 20, and the settings have 3", Pool(envs.House))
     refuses("the learner was made with another lr", lr=3.0)
     refuses("algo 'grpo' needs .*GroupBased, and not Learner", algo="grpo", group_size=2)
-    refuses("the pool has horizon 4, and the settings have 3", Pool(envs.House, {"horizon": 4}))
     refuses("--batch_size must be at least 1", batch_size=0)
+    refuses("--wandb needs --out", wandb="project", out=None)
     for name, value in (("context", "ful"), ("engine", "KV"), ("dtype", "fp16")):
         with pytest.raises(ValueError, match=f"{name} is '{value}'; it can be "):
             train.Config(**{name: value})
@@ -2000,8 +2004,7 @@ def test_unusable_models_are_refused_with_a_reason(tmp_path):
 def small_config(tmp_path, *flags):
     return train.parse_config([
         "--batch_size", "6", "--iterations", "2", "--horizon", "6", "--eval_games", "4",
-        "--mini_batch",
-        "12", "--save_every", "1", "--out", str(tmp_path), *map(str, flags)])
+        "--mini_batch", "12", "--save_every", "1", "--out", str(tmp_path), *map(str, flags)])
 
 
 def gradient(model):
@@ -2555,6 +2558,31 @@ def test_signal_abandons_the_iteration_only_before_its_update(tmp_path, monkeypa
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_stopped_training_without_a_folder_says_that_nothing_is_saved(monkeypatch, capsys):
+    config = train.Config(iterations=1, batch_size=2, horizon=3, max_new_tokens=4)
+    monkeypatch.setattr(train, "score_all", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(distributed.Stopped):
+        train.train(train.Learner(random_tiny(), config), Pool("house", {"horizon": 3}), config)
+    assert "nothing is saved, because config.out is None" in capsys.readouterr().out
+
+
+def test_ranks_whose_prompts_are_all_too_long_wait_for_the_others(tmp_path):
+    run, env, chat = train.Run.__new__(train.Run), make_env("house"), load(TINY_HOUSE).chat
+    run.task_ids, length = tasks("house", "train"), {0: 0, 1: 0}
+    flags = ["--batch_size", 2, "--iterations", 1, "--horizon", 2, "--eval_games", 0, "--seed", 0]
+    while not length[0] > length[1]:  # of the first prompts of rank 0 and of rank 1
+        flags[-1] += 1
+        run.config = train.parse_config([*map(str, flags)])
+        for rank, task in enumerate(run.task_batch(0)):
+            prompt = env.prompt_builder(*env.reset(task)).window_prompt()
+            length[rank] = len(chat.encode_user_turn(prompt))
+    out = tmp_path / "run"
+    TwoRanks(*flags, "--max_prompt", length[0] - 1, "--out", out).finish()
+    line, = read_lines(out / "metrics.jsonl")
+    assert (line["episodes"], line["context_overflow"] >= 0.5) == (2, True)
+    assert line["turns"] > 0 and not (out / "transcripts").exists()  # rank 0 has no episode
+
+
 def lock_in_separate_folders(rank, folder):
     os.makedirs(folder / str(rank))
     os.chdir(folder / str(rank))
@@ -2627,7 +2655,7 @@ def test_run_resumes_in_16_bits_and_on_another_number_of_ranks(tmp_path, strong,
 
 
 def update_of_a_rank(rank, size, uneven, context, out):
-    distributed.BUCKET = 12000  # several of them
+    distributed.BUCKET = 3000  # several of them
     lm, share = random_model("qwen2", 1), range(rank, 5, size)
     if uneven:
         share = range(5) if rank == 0 else []
@@ -2851,6 +2879,12 @@ def test_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
         args = evaluation.make_parser("").parse_args(["--model", f"{run}/{part}"])
         assert evaluation.complete(args) == run and args.weights == f"{run}/{part}"
         assert (args.env, args.horizon, args.max_new_tokens) == ("house", 4, 16)
+        assert args.max_prompt == 8192
+    monkeypatch.chdir(run)
+    for flags, path, limit in ((["--model", run, "--context", "full"], run, None),
+                               (["--model", "tiny"], None, 2048)):  # not the run it stands in
+        args = evaluation.make_parser("").parse_args([*map(str, flags)])
+        assert (evaluation.complete(args), args.max_prompt) == (path, limit)
 
 
 def a_run(folder, success, seconds, env="house", curve=None, values=0.1, **config):

@@ -64,7 +64,8 @@ def train(learner, pool, config, checkpoint=None):
 
 # ------------------------------------------------------------------------------ the gradient step
 
-GRAD_CLIP = 1.0  # the largest gradient norm; as in verl-agent, like AdamW's weight decay of 0.01
+GRAD_CLIP = 1.0  # the largest gradient norm, that of verl-agent
+MAX_FAILED_STEPS = 5  # non-finite steps in a row, after which the run stops
 
 
 def accumulate_gradients(model, micros, loss_of, gradient_checkpointing=False):
@@ -178,7 +179,7 @@ class Learner:
         c = self.config
         v, q = c.r_max * old.p_v, c.r_max * old.p_q
         if not (c.c_v or self.critic):
-            v = torch.zeros_like(v)  # V is untrained then; Q never enters the advantage
+            v = torch.zeros_like(v)  # V is untrained; Q can stay, as it never enters the advantage
         adv, y_v, y_q = turn_targets(batch.traj, batch.turn, batch.reward, batch.done, v, q,
                                      gamma=c.gamma, lam=c.gae_lambda)
         adv = normalize_advantages(  # SAPO: one mean over all tasks, not one for each group
@@ -224,9 +225,9 @@ class Learner:
             c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
     def accumulate_within_memory(self, model, minibatch, loss_of):
-        """accumulate_gradients, again with half of --tokens_per_micro_batch where memory runs out;
-        later mini-batches keep the smaller size. The result is the same up to rounding, because the
-        losses have the mini-batch's denominators."""
+        """accumulate_gradients, with smaller micro-batches where memory runs out: with half of the
+        tokens of the largest one, which becomes the new --tokens_per_micro_batch. The result is the
+        same up to rounding, because the losses have the mini-batch's denominators."""
         while True:
             micros = [part for micro in minibatch
                       for part in split(micro, self.config.tokens_per_micro_batch)]
@@ -237,7 +238,7 @@ class Learner:
                 rows, width = max((micro.batch.ids.shape for micro in micros), key=math.prod)
                 if not out_of_memory(error) or rows == 1:
                     raise
-            # outside of `except`, where the error no longer keeps the failed pass in memory
+            # after `except`, because within it the error keeps the failed pass in memory
             half = rows * width // 2
             self.config = dataclasses.replace(self.config, tokens_per_micro_batch=half)
             model.zero_grad(set_to_none=True)
@@ -262,7 +263,8 @@ class Learner:
         torch.save({"steps": self.steps, "states": states}, f"{folder}/learner-{rank()}.pt")
         if rank() == 0:
             self.lm.save(folder)
-            torch.save(self.critic and self.critic.state_dict(), f"{folder}/critic.pt")
+            if self.critic:
+                torch.save(self.critic.state_dict(), f"{folder}/critic.pt")
 
     def restore(self, folder: Path) -> None:
         """Loads what `save` wrote, on any number of ranks. ValueError, OSError: it is
@@ -306,9 +308,17 @@ class RolloutBatch:
 class MicroBatch(NamedTuple):
     """What one forward pass takes, and where its tokens and turns are in the RolloutBatch."""
 
+    samples: list  # [(ids, spans, turns)], as in make_samples
     batch: Batch
     tokens: slice  # of (M,)
     turns: slice  # of (N,)
+
+    @classmethod
+    def of(cls, samples, m, n, device):
+        """A micro-batch of samples, whose first response token is number m of (M,) and whose first
+        turn is number n of (N,)."""
+        batch = make_batch([sample[:2] for sample in samples]).to(device)
+        return cls(samples, batch, slice(m, m + len(batch.turn_of)), slice(n, n + len(batch.start)))
 
 
 def make_samples(turns: list[Turn], context: str) -> list:
@@ -326,11 +336,12 @@ def make_samples(turns: list[Turn], context: str) -> list:
 
 
 def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list]:
-    """Shuffles all ranks' samples in the same order and splits them into ceil(turns / mini_batch)
-    mini-batches of nearly equal size (fewer if one sample has more turns than a mini-batch).
-    Returns this rank's turns, and for each mini-batch the list of this rank's micro-batches, which
-    may be empty."""
-    mine = {(s[2][0].traj, s[2][0].turn): s for s in make_samples(turns, config.context)}
+    """Draws an order of all ranks' samples, the same on every rank, and splits it into ceil(turns /
+    mini_batch) mini-batches of nearly equal size (fewer if one sample has more turns than a
+    mini-batch). Returns this rank's turns, and for each mini-batch the list of this rank's
+    micro-batches, which may be empty."""
+    mine = {(members[0].traj, members[0].turn): (ids, spans, members)
+            for ids, spans, members in make_samples(turns, config.context)}
     sizes = all_gather_list([(key, len(members)) for key, (*_, members) in mine.items()])
     if not sizes:
         raise ValueError("the first prompt of every task is too long: raise --max_prompt, or lower "
@@ -345,35 +356,21 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
         minibatches.append([])
         samples = [mine[keys[i]] for i in order[number_of == number] if keys[i] in mine]
         for group in micro_batches(samples, config.tokens_per_micro_batch):
-            batch = make_batch([sample[:2] for sample in group]).to(device)
-            tokens = slice(m, m + len(batch.turn_of))
-            part = slice(len(ordered), len(ordered) + len(batch.start))
-            minibatches[-1].append(MicroBatch(batch, tokens, part))
-            ordered += [turn for sample in group for turn in sample[2]]
-            m = tokens.stop
+            minibatches[-1].append(MicroBatch.of(group, m, len(ordered), device))
+            ordered += [turn for *_, members in group for turn in members]
+            m = minibatches[-1][-1].tokens.stop
     return RolloutBatch(ordered, device), minibatches
 
 
 def split(micro: MicroBatch, budget: int) -> list[MicroBatch]:
-    """Splits a micro-batch into parts of at most `budget` padded tokens, or of one row. It syncs
-    with the GPU, which matters little, because there is seldom anything to split."""
-    b = micro.batch
-    rows = max(1, budget // b.ids.shape[1])
-    if rows >= len(b.ids):
+    """Splits a micro-batch into parts of at most `budget` padded tokens, or of one row."""
+    ids, m, n, parts = micro.batch.ids, micro.tokens.start, micro.turns.start, []
+    rows = max(1, budget // ids.shape[1])
+    if rows >= len(ids):
         return [micro]
-    parts, n, m = [], 0, 0  # turns and tokens so far
-    for first in range(0, len(b.ids), rows):
-        inside = lambda row: (row >= first) & (row < first + rows)
-        turns, tokens = inside(b.row), inside(b.token_row)
-        length = b.length[first:first + rows]
-        batch = Batch(b.ids[first:first + rows, :length.max()], length, b.row[turns] - first,
-                      b.start[turns], b.end[turns], b.turn_of[tokens] - n,
-                      b.token_row[tokens] - first, b.token_col[tokens])
-        end_n, end_m = n + len(batch.row), m + len(batch.token_row)
-        parts.append(MicroBatch(
-            batch, slice(micro.tokens.start + m, micro.tokens.start + end_m),
-            slice(micro.turns.start + n, micro.turns.start + end_n)))
-        n, m = end_n, end_m
+    for first in range(0, len(ids), rows):
+        parts.append(MicroBatch.of(micro.samples[first:first + rows], m, n, ids.device))
+        m, n = parts[-1].tokens.stop, parts[-1].turns.stop
     return parts
 
 
@@ -475,11 +472,12 @@ class Run:
     def __exit__(self, kind, error, trace):
         try:
             if kind is Stopped:
-                stop.may_abandon = False
+                stop.may_abandon = False  # so that the exchanges below do not raise Stopped again
                 if not error.agreed:
                     announce_stop()
                 self.save()
-                print0(f"saved {self.iterations_done} iterations; continue with --resume --out "
+                print0("nothing is saved, because config.out is None" if not self.folder else
+                       f"saved {self.iterations_done} iterations; continue with --resume --out "
                        f"{self.config.out}" if self.iterations_done else
                        "no iteration was finished, so there is nothing to save")
             elif kind is None and self.wandb:
@@ -494,8 +492,9 @@ class Run:
             self.iterations_saved = self.iterations_done
 
     def task_batch(self, iteration: int) -> list:
-        """This rank's tasks of an iteration, each --group_size times in a row; empty after the last
-        iteration. All tasks occur once per epoch, in an order that is drawn anew each time."""
+        """This rank's share of an iteration's tasks. Over all ranks, each task comes --group_size
+        times in a row; after the last iteration there are none. All tasks occur once per epoch, in
+        an order that is drawn anew each time."""
         c, n = self.config, len(self.task_ids)
         count = c.batch_size // c.group_size if iteration < c.iterations else 0
         ids = []
@@ -512,7 +511,7 @@ class Run:
         episodes, turns                    numbers of them
         tokens_encoded, tokens_sampled     prompt tokens and response tokens of the sampler
         success, score                     means over episodes, sampled at temperature 1
-        success_by_category                the same for each category of tasks
+        success_by_category                success for each category of tasks
         valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
         truncated, context_overflow        fractions of episodes cut off, by the horizon or because
                                            the next prompt did not fit; by the latter alone
@@ -557,7 +556,7 @@ class Run:
             return
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
-        if iteration % 10 == 0 or iteration == config.iterations - 1:
+        if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
             page = evaluation.episode_page(
                 f"{config.out}, iteration {iteration + 1}",
                 [turn for turn in turns if turn.traj == turns[0].traj],
@@ -609,7 +608,8 @@ class Run:
 def rollout_metrics(turns, lm, categories, episodes) -> dict:
     """The metrics of an iteration's episodes, over all ranks, under the names of `Run.log`. An
     episode whose first prompt did not fit has no turn and counts as lost."""
-    names = "won score truncated context_overflow category done invalid admissible".split()
+    averaged = "won", "score", "truncated", "context_overflow"
+    names = *averaged, "category", "done", "invalid", "admissible"
     rows = all_gather_list([{name: getattr(turn, name) for name in names}
                             | {"response_truncated": not lm.stopped(turn.action_ids)}
                             for turn in turns])
@@ -618,7 +618,7 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
               "category": None}] * (episodes - len(ends))
     won = {name: [row["won"] for row in ends if row["category"] == category]
            for category, name in categories.items()}
-    shares = {name: mean([row[name] for row in ends]) for name in names[:4]}
+    shares = {name: mean([row[name] for row in ends]) for name in averaged}
     return {"episodes": len(ends), "turns": len(rows), "success": shares.pop("won"), **shares,
             "success_by_category": {name: mean(x) if x else None for name, x in won.items()},
             "response_truncated": mean([row["response_truncated"] for row in rows]),
@@ -634,8 +634,9 @@ ALGOS = ("sapo", "sapo-separate", "ppo", "grpo", "rloo", "gigpo", "gigpo-nostd",
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every setting is a flag, and its comment is the flag's --help. Defaults are the paper's where
-    it gives them, else verl-agent's, else ours. Settings that are None get a default by the
-    environment or the machine when a Config is made."""
+    it gives them, else verl-agent's, else ours. Where they are None, horizon, dtype, compile,
+    eval_games, max_prompt and group_size get defaults that depend on other settings or on the
+    machine, when a Config is made."""
 
     env: str = "house"  # house, alfworld, webshop, webshop-human (goals by people), MODULE:CLASS
     model: str = "tiny"  # tiny (results/tiny-*), a hub id, a bare name (Qwen2.5-1.5B), a folder
@@ -645,7 +646,8 @@ class Config:
     iterations: int = 150  # number of iterations, each a rollout and an update
     algo: Literal[ALGOS] = "sapo"  # the method
     batch_size: int = 128  # |B|: trajectories (not turns) per iteration
-    group_size: int = None  # trajectories of the same task; default 8 if grouped, else 1
+    group_size: int = None  # trajectories of the same task; default 8 with grpo, rloo, gigpo,
+        # gigpo-nostd and empg, else 1
     context: Literal["window", "full"] = "window"  # a new prompt each turn, or one conversation
     engine: Literal["kv", "hf"] = "kv"  # kv: our sampler; hf: transformers' generate
     max_num_seqs: int = None  # games played side by side per rank; default all of an iteration
@@ -668,8 +670,8 @@ class Config:
         # advantage before it is normalized, Eq. 7 (ppo: from the reward; grpo, rloo, gigpo and
         # empg: from the advantage after it is normalized)
     clip: float = 0.2  # epsilon, Eq. 9, and epsilon_V, epsilon_Q, Eq. 10
-    c_v: float = 0.5  # weight of V's loss, Eq. 12; with 0, GAE uses V = 0
-    c_q: float = 0.25  # weight of Q's loss
+    c_v: float = 0.5  # weight of V's loss in Eq. 12, of sapo; with 0, GAE uses V = 0
+    c_q: float = 0.25  # weight of Q's loss, of sapo
     beta: float = 0.01  # weight of the KL to the initial model
     c_h: float = 0.001  # weight of the entropy bonus
 
@@ -683,8 +685,8 @@ class Config:
     old_logprobs: Literal["recompute", "rollout"] = "recompute"  # old log-probs, V and Q, line 3:
         # from a forward pass, or those of the sampler
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time
-    optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments; bfloat16
-        # takes 6 bytes less per parameter
+    optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments, and of a
+        # bfloat16 model's gradients; bfloat16 takes 6 bytes less per parameter (2 for each of them)
 
     eval_games: int = None  # number of held-out games; default the environment's
     eval_every: int = 0  # iterations between evaluations while training (0: none); the model with
@@ -712,7 +714,6 @@ PRESETS = {
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_final_fraction=0.0,
                  mini_batch=128, tokens_per_micro_batch=4096),
     "tiny in house": dict(iterations=24)}  # the fewest with which five seeds end above 95 %
-MAX_FAILED_STEPS = 5  # steps in a row that may be skipped before the run stops
 # What may change when a run is resumed: its length and surroundings, and what saves memory.
 RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
                   "max_prompt", "tokens_per_micro_batch", "gradient_checkpointing", "compile",
@@ -726,6 +727,7 @@ def parse_config(argv: list[str] = ()) -> Config:
     requested, stored = Config(**given), {}
     defaults = vars(Config()) | defaults_for(requested) | presets_for(requested)
     out = str(Path(requested.out or f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"))
+    # --resume with other flags starts the run if there is none yet; alone, it needs one
     started = Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}
     if requested.resume and started:
         stored = {k: v for k, v in RunDir(out).settings().items() if hasattr(requested, k)}
@@ -774,17 +776,19 @@ def check(c: Config) -> None:
                          f"{c.batch_size}")
     if c.eval_every and not c.eval_games:
         raise ValueError("--eval_every needs --eval_games")
+    if c.wandb and not c.out:
+        raise ValueError("--wandb needs --out, the folder of the run")
     if c.algo == "empg" and c.old_logprobs == "rollout":
         raise ValueError("--algo empg needs entropies, which --old_logprobs rollout does not give")
 
 
 def check_parts(learner: Learner, pool: envs.Pool, c: Config) -> None:
-    """ValueError: the learner or the pool was made with other settings than these."""
+    """ValueError: the learner or the pool has other settings than these."""
     lm, expected = learner.lm, LEARNERS[c.algo]
     if not isinstance(learner, expected):
         raise ValueError(f"algo {c.algo!r} needs train.LEARNERS[{c.algo!r}], {expected.__name__}, "
                          f"and not {type(learner).__name__}")
-    may_differ = RESUME_MUTABLE - {"iterations"}  # which the learning rate depends on
+    may_differ = RESUME_MUTABLE - {"iterations"}  # the learning rate depends on iterations
     if other := [k for k, value in vars(c).items()
                  if k not in may_differ and getattr(learner.config, k) != value]:
         raise ValueError(f"the learner was made with another {', '.join(other)}")
@@ -793,8 +797,9 @@ def check_parts(learner: Learner, pool: envs.Pool, c: Config) -> None:
                          f"have {c.tau_v:g} and {c.r_max:g}")
     if pool.env is not envs.env_class(c.env):
         raise ValueError(f"the pool plays {pool.env.__name__}, and the settings say {c.env}")
-    for k, value in pool.options.items():
-        if getattr(c, k, value) != value:
+    for k in pool.env.flags:  # what the pool was not given has the environment's default
+        default = pool.env.horizon if k == "horizon" else getattr(Config, k, None)
+        if (value := pool.options.get(k, default)) != getattr(c, k, value):
             raise ValueError(f"the pool has {k} {value!r}, and the settings have {getattr(c, k)!r}")
 
 
@@ -838,7 +843,8 @@ def load_initial_model(config, pool, first) -> ActorCritic:
 
 
 def compile_and_checkpoint(lm, config) -> ActorCritic:
-    """Applies --gradient_checkpointing and --compile."""
+    """Applies --compile, and --gradient_checkpointing, which recomputes activations in the backward
+    pass. (It writes no checkpoint.)"""
     if config.gradient_checkpointing:
         # transformers 6 has only the first name, 5.17 only the second
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
@@ -860,10 +866,11 @@ def train_and_evaluate(config: Config) -> None:
                                        envs.default_workers(config.env))) as pool):
         checkpoint = folder.newest_checkpoint()
         if config.wandb and rank() == 0:
-            init_wandb(config)  # first, because it may fail
+            init_wandb(config)  # so that it fails early; Run gets the same wandb run
         first, games = first_game(config, pool)
         lm = load_initial_model(config, pool, first)
-        learner = LEARNERS[config.algo](lm, config)  # allocates everything that training keeps
+        # allocates all that training keeps, so that a lack of memory shows before the evaluation
+        learner = LEARNERS[config.algo](lm, config)
         if rank() == 0:
             folder.begin(vars(config) | {"games": games}, checkpoint)
         before = broadcast_object(read_json(folder / "before.json"))
@@ -901,7 +908,7 @@ class GroupBased(PolicyLearner):
 
     def targets(self, batch, old):
         c = self.config
-        entropy = zeros = torch.zeros_like(batch.reward)
+        entropy = zeros = torch.zeros_like(batch.reward)  # only EMPG needs entropies
         if c.algo == "empg":  # the mean over the tokens of a turn
             entropy = zeros.index_add(0, batch.turn_of, old.entropy) / batch.turn_of.bincount()
         rows = zip(batch.turns, batch.reward.tolist(), entropy.tolist())
@@ -930,7 +937,7 @@ class GroupBased(PolicyLearner):
 class SeparateCritic(PolicyLearner):
     """SAPO's turn-level targets, with V from a second model and without Q."""
 
-    axis = "turns"  # the critic values turns (N,) or tokens (M,)
+    axis = "turns"  # what the critic values: MicroBatch.turns (N,), in PPO MicroBatch.tokens (M,)
 
     def __init__(self, lm, config):
         self.critic = Critic(lm)
