@@ -263,8 +263,8 @@ class Learner:
         torch.save({"steps": self.steps, "states": states}, f"{folder}/learner-{rank()}.pt")
         if rank() == 0:
             self.lm.save(folder)
-            if self.critic:
-                torch.save(self.critic.state_dict(), f"{folder}/critic.pt")
+            critic = self.critic.state_dict() if self.critic else None
+            torch.save(critic, f"{folder}/critic.pt")
 
     def restore(self, folder: Path) -> None:
         """Loads what `save` wrote, on any number of ranks. ValueError, OSError: it is
