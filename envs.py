@@ -130,7 +130,7 @@ class PromptBuilder:
 
 class HouseholdPrompts(PromptBuilder):
     full_first, full_later = FULL_FIRST, FULL_LATER
-    works_always = "go to ", "inventory", "look"  # to go where one is already does nothing
+    works_always = "go to ", "inventory", "look"  # though a step to where one is has no effect
 
 
 class ShopPrompts(PromptBuilder):
@@ -159,13 +159,15 @@ def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]
     """A response -> (action, valid). The action is the lower-cased text between the first <action>
     and the first </action> of one of these texts, in this order:
 
-    1. what follows the first </think> (the whole response, if there is none); but everything up to
-       an </action> is skipped as long as another </think> comes after it
+    1. what follows the first </think> (the whole response, if there is none). If a further </think>
+       comes after an </action>, that action was still a part of the thought: then what
+       follows that action counts instead, and so on, until no further </think> comes
     2. what comes before the first <think>
 
     If neither has these two tags in this order, the action is the last `fallback` characters, and
-    invalid. Else it is valid if there is a pair of think tags, too, and, as in verl-agent, no CJK
-    character. `prefix` is how the chat template begins every response, for example with <think>."""
+    invalid. Else it is valid if there is a pair of think tags, too, and, as in verl-agent, no
+    Chinese character. `prefix` is how the chat template begins every response, for example with
+    <think>."""
     low = text.lower()
     whole = prefix.lower() + low
     thought = 0 <= whole.find("<think>") < whole.find("</think>")
@@ -185,7 +187,7 @@ def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]
 class Env:
     """The base class of environments, your own too. A subclass has
 
-        tasks(split) -> sorted ids, str or int, of the splits "train" and held_out[0]
+        tasks(split) -> ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
     with `info` as above. An episode's rewards must sum to within +-r_max. In turn number `horizon`,
@@ -600,7 +602,8 @@ def options_for(settings: dict) -> dict:
 
 
 def default_workers(name) -> int:
-    """Worker processes per rank: one per core, at most 16 per machine; none for the house."""
+    """Worker processes per rank: a machine's cores, at most 16, shared among its ranks; none for
+    the house."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return 0 if name == "house" else max(1, min(16, cores) // ranks)

@@ -4,13 +4,14 @@
     python eval.py --model Qwen2.5-1.5B-Instruct --env alfworld --split valid_unseen
     python eval.py --table runs/*                   the paper's table, as Markdown
     python eval.py --plot runs/house-tiny-?         training curves
-    python eval.py --table runs/* --half 0.62       compares methods: final success, episodes until
+    python eval.py --table runs/* --reach 0.62      compares methods: final success, episodes until
                                                     success reaches 62 %, explained variance
-    python eval.py --plot runs/* --half 0.62        the same as curves over episodes
+    python eval.py --plot runs/* --reach 0.62       the same as curves over episodes
 
-Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard error:
-in tables and curves of a mean over seeds or of a difference of such means, in the line that --model
-prints of a mean over games. Each held-out game is played once per temperature.
+Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard error.
+In tables and curves it is that of a mean over seeds, or of a difference of two such means; in the
+line that --model prints, that of a mean over games. Each held-out game is played once per
+temperature.
 """
 import contextlib
 import gc
@@ -34,7 +35,7 @@ from model import load
 from rollout import EVALUATION, Sampler, trajectories
 from runtime.checkpoint import RunDir, read_json, write_file
 from runtime.cli import Parser, argparse_options, choose_threads, one_line_errors, progress
-from runtime.distributed import (all_gather_list, init_distributed, mean, print0, rank,
+from runtime.distributed import (all_gather_list, init_distributed, mean_or_zero, print0, rank,
                                  world_size)
 
 MAX_NUM_SEQS = 144  # games played side by side: all of an evaluation on ALFWorld
@@ -58,7 +59,7 @@ def episode_record(env, game, turns, builder) -> dict:
             "won": info["won"], "score": info["score"], "turns": len(turns),
             "truncated": unplayed or turns[-1].truncated,
             "context_overflow": unplayed or turns[-1].context_overflow,
-            "valid_actions": float(np.mean([not turn.invalid for turn in turns] or [0])),
+            "valid_actions": mean_or_zero([not turn.invalid for turn in turns]),
             "actions": [turn.action for turn in turns], "responses": [turn.text for turn in turns]}
 
 
@@ -80,9 +81,9 @@ def evenly_spaced(ids, limit):
 def report(records, suffix="") -> dict:
     """Success, number of games, mean score, and success by category, under names with a suffix."""
     categories = sorted({r["category"] for r in records})
-    won = {c: mean([r["won"] for r in records if r["category"] == c]) for c in categories}
-    return {f"success{suffix}": mean([r["won"] for r in records]), f"n{suffix}": len(records),
-            f"score{suffix}": mean([r["score"] for r in records]),
+    won = {c: mean_or_zero([r["won"] for r in records if r["category"] == c]) for c in categories}
+    success, score = (mean_or_zero([r[name] for r in records]) for name in ("won", "score"))
+    return {f"success{suffix}": success, f"n{suffix}": len(records), f"score{suffix}": score,
             f"success{suffix}_by_category": won}
 
 
@@ -118,7 +119,7 @@ def evaluate_config(lm, pool, config, temperatures=TEMPERATURES) -> dict:
 def success_of(played) -> str:
     """The result of `evaluate_config` in words."""
     return ", ".join(
-        f"{mean([r['won'] for r in records]):.1%} of {len(records)} held-out games at "
+        f"{mean_or_zero([r['won'] for r in records]):.1%} of {len(records)} held-out games at "
         f"T = {TEMPERATURES[suffix]:g}" for suffix, records in played.items()) or "not evaluated"
 
 
@@ -216,8 +217,9 @@ def paper_table(folders):
 # ------------------------------------------------------------------------- comparison of methods
 
 WINDOW = 320  # episodes over which success is averaged
-HALF = "episodes to half"
-DIGITS = {"end": 1, "end, T = 1": 1, "while learning": 1, HALF: 0, "V explains": 0, "Q explains": 0}
+EPISODES = "episodes to {:.0%}"  # until that success is reached
+DIGITS = {"end": 1, "end, T = 1": 1, "while learning": 1, EPISODES: 0, "V explains": 0,
+          "Q explains": 0}
 
 
 def recent(run, key) -> list:
@@ -231,10 +233,10 @@ def recent(run, key) -> list:
             for n in range(first, len(total))]
 
 
-def measured(run, half) -> dict:
-    """{column: number} for a run, in percent except for HALF; NaN where it does not apply, as the
-    explained variance of a method whose values are always 0. "never": whether success stays below
-    `half`."""
+def measured(run, reach) -> dict:
+    """{column: number} for a run, in percent except for EPISODES; NaN where it does not apply, as
+    the explained variance of a method whose values are always 0. Explained variances are those of
+    the last quarter of the iterations. "never": whether success stays below `reach`."""
     episodes = [line["episodes"] for line in run.lines]
     last = run.lines[-max(1, round(len(run.lines) / 4)):]
     shares = {"end": run.result.get("success", np.nan),
@@ -242,39 +244,41 @@ def measured(run, half) -> dict:
               "while learning": np.average([x["success"] for x in run.lines], weights=episodes),
               "V explains": np.mean([line["v_explained_variance"] for line in last]) or np.nan,
               "Q explains": np.mean([line["q_explained_variance"] for line in last]) or np.nan}
-    until = [n for n, success in recent(run, "success") if success >= half]
+    until = [n for n, success in recent(run, "success") if success >= reach]
     return {head: 100 * share for head, share in shares.items()} | {
-        HALF: until[0] if until else sum(episodes), "never": not until}
+        EPISODES: until[0] if until else sum(episodes), "never": not until}
 
 
-def comparison(folders, half) -> str:
+def comparison(folders, reach) -> str:
     """Two tables as Markdown: the measurements, and their differences from the first group. A run
-    that does not reach `half` counts with all of its episodes; the mean is then a lower bound and
-    has no error, and a difference of two bounds is left out."""
-    groups = {label: [measured(run, half) for run in runs]
+    whose success stays below `reach` counts with all of its episodes; the mean is then a lower
+    bound and has no error, and a difference of two bounds is left out."""
+    groups = {label: [measured(run, reach) for run in runs]
               for label, runs in group_runs(folders, finished=True).items()}
     heads = [head for head in DIGITS
              if not all(np.isnan(run[head]) for runs in groups.values() for run in runs)]
     first, means, never = next(iter(groups)), {}, {}
-    rows = [["run", "seeds", *heads]]
-    differences = [[f"minus {first}", *(head for head in heads if not head.endswith("explains"))]]
+    compared = [head for head in heads if not head.endswith("explains")]
+    rows = [["run", "seeds", *(head.format(reach) for head in heads)]]
+    differences = [[f"minus {first}", *(head.format(reach) for head in compared)]]
     for label, runs in groups.items():
         row_means = means[label] = {head: Mean.of([run[head] for run in runs]) for head in heads}
         never[label] = sum(run["never"] for run in runs)
         if never[label]:
-            row_means[HALF] = row_means[HALF]._replace(error=np.nan)
+            row_means[EPISODES] = row_means[EPISODES]._replace(error=np.nan)
         row = {head: mean.text(DIGITS[head]) for head, mean in row_means.items()}
         if never[label]:
-            row[HALF] = f"≥ {row[HALF]} ({len(runs) - never[label]} of {len(runs)} reach it)"
+            reached = len(runs) - never[label]
+            row[EPISODES] = f"≥ {row[EPISODES]} ({reached} of {len(runs)} reach it)"
         rows.append([label, str(len(runs)), *row.values()])
         row = {head: row_means[head].minus(means[first][head]).text(DIGITS[head], "+")
-               for head in differences[0][1:]}
+               for head in compared}
         if never[label] or never[first]:
             sign = "≥" if never[label] else "≤"
-            row[HALF] = "–" if never[label] and never[first] else f"{sign} {row[HALF]}"
+            row[EPISODES] = "–" if never[label] and never[first] else f"{sign} {row[EPISODES]}"
         differences.append([label, *row.values()])
     del differences[1]  # the first group minus itself
-    return f"{markdown(rows)}\n\n{markdown(differences)}"
+    return "\n\n".join(markdown(table) for table in (rows, differences) if len(table) > 1)
 
 
 # ------------------------------------------------------------------------------------- pictures
@@ -309,16 +313,16 @@ def setting(config):
     return f"{Path(config['model']).name} on {config['env']} ({', '.join([*size, turns])})"
 
 
-def draw(groups, path, half=None) -> None:
+def draw(groups, path, reach=None) -> None:
     """Draws {label: runs}, one panel per metric: lines are means over seeds with a band of one
-    standard error, diamonds are success on held-out games. With `half`, a success to be reached, it
-    shows what `comparison` measures, over episodes."""
+    standard error, diamonds are success on held-out games. With `reach`, a success rate, it shows
+    what `comparison` measures, over episodes."""
     from matplotlib.figure import Figure  # here, because it takes a while to load
     from matplotlib.ticker import PercentFormatter
     if len(groups) > len(COLORS):
         raise ValueError(f"{len(groups)} groups of runs: a picture shows at most {len(COLORS)}")
     curve_of, panels, xlabel, note = over_iterations, [*PANELS], "iteration", ""
-    if half is not None:
+    if reach is not None:
         curve_of, panels, xlabel, note = recent, panels[:2], "episodes", f"; last {WINDOW} episodes"
     configs = [runs[0].config for runs in groups.values()]
     # the discount of the return that V and Q are compared with; PPO's return is undiscounted
@@ -343,13 +347,13 @@ def draw(groups, path, half=None) -> None:
                         markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
                         label=f"{label}, n = {len(runs)}")
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
-            if key == "success" and half is None:
+            if key == "success" and reach is None:
                 success = [np.mean(values) for values in zip(*map(held_out, runs))]
                 ax.scatter(range(len(success)), success, color=color, edgecolor="black", marker="D",
                            label=None if place else "held-out games, T = 0.4")
     axes[0].set_ylim(0, None)
-    if half is not None:
-        axes[0].axhline(half, color="black", lw=0.8, ls=":", label=f"{half:.0%}")
+    if reach is not None:
+        axes[0].axhline(reach, color="black", lw=0.8, ls=":", label=f"{reach:.0%}")
     title = ", ".join(sorted({*map(setting, configs)}))
     fig.suptitle(f"{title}{note}; mean over seeds ± one standard error", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -448,8 +452,10 @@ def make_parser(description):
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     for name, kind in SHARED.items():
-        add(f"--{name}", help="default: the run's; without a run, that of train.py for models that "
-            "are not tiny", **argparse_options(kind))
+        default = (f"{MAX_NUM_SEQS} games side by side per rank" if name == "max_num_seqs" else
+                   "that of train.py for models that are not tiny")
+        add(f"--{name}", help=f"default: the run's; without a run, {default}",
+            **argparse_options(kind))
     return parser
 
 
@@ -526,19 +532,19 @@ def main():
     parser = make_parser(__doc__.partition("\n")[0])
     parser.add_argument("--plot", nargs="+", metavar="RUN", help="only draw training curves")
     parser.add_argument("--table", nargs="+", metavar="RUN", help="only print the paper's table")
-    parser.add_argument("--half", type=float, help="a success rate, such as half-way from start to "
-                        "end: --table and --plot then compare how soon methods reach it")
+    parser.add_argument("--reach", type=float, help="a success rate, such as half-way from start "
+                        "to end: --table and --plot then compare how soon methods reach it")
     with one_line_errors("eval.py", envs.GameError):
         args = parser.parse_args()
         init_distributed()
-        if args.half is not None and not (args.table or args.plot):
-            raise ValueError("--half goes with --table or --plot")
+        if args.reach is not None and not (args.table or args.plot):
+            raise ValueError("--reach goes with --table or --plot")
         if args.table:
-            compared = args.half is not None
-            print(comparison(args.table, args.half) if compared else paper_table(args.table))
+            compared = args.reach is not None
+            print(comparison(args.table, args.reach) if compared else paper_table(args.table))
         elif args.plot:
             out = args.out or Path(args.plot[0]).parent / "curves.png"
-            draw(group_runs(args.plot, finished=args.half is not None), out, args.half)
+            draw(group_runs(args.plot, finished=args.reach is not None), out, args.reach)
             print(f"wrote {out}")
         else:
             evaluate(args, load_sampler)

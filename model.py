@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     length: torch.Tensor  # (B,) without padding
     row: torch.Tensor  # (N,) the sequence of each turn
     start: torch.Tensor  # (N,) the first position of each turn's response
-    end: torch.Tensor  # (N,) the position after its last
+    end: torch.Tensor  # (N,) the position after each turn's response
     turn_of: torch.Tensor  # (M,) the turn of each response token
     token_row: torch.Tensor  # (M,) its sequence
     token_col: torch.Tensor  # (M,) its position
@@ -154,10 +154,11 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     if mask is None and not (query.is_cuda and query.dtype == torch.float32):  # scoring, prefill
         gqa = {"enable_gqa": True} if groups > 1 else {}  # `groups > 1` is symbolic if compiled
         out = sdpa(query, key, value, is_causal=causal, scale=scaling, **gqa)
-    elif mask is not None and query.shape[2] == 1:  # decoding: G heads become G queries of one
+    elif mask is not None and query.shape[2] == 1:
+        # decoding: the G heads of a group become G queries of its one key-value head
         out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
         out = out.flatten(1, 2)[:, :, None]
-    else:  # prefill behind a cache: one head of each group at a time, so no mask is repeated
+    else:  # prefill behind a cache, or float32 on a GPU: one head of each group at a time
         out = [sdpa(q, key, value, mask, 0, causal, scale=scaling) for q in grouped.unbind(2)]
         out = torch.stack(out, 2).flatten(1, 2)
     return out.transpose(1, 2), None
@@ -406,8 +407,9 @@ class Chat:
         return ids
 
     def end_of_turn_id(self) -> int:
-        """The token that ends the assistant's message: the first after a response."""
-        return self.encode_user_turn("-", [None])[0]  # as if something came before
+        """The token that ends the assistant's message: the first one between a response and the
+        next user message."""
+        return self.encode("-", self.between, self.end)[0]
 
     def encode_user_turn(self, text: str, before=()) -> list[int]:
         """The token ids of a user message, up to where the response begins. `before`: those of the
@@ -430,12 +432,12 @@ class Critic(torch.nn.Module):
             torch.nn.init.zeros_(p)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """V over R_max before each response token, (M,)."""
+        """V / R_max before each response token, (M,)."""
         hidden = self.lm.hidden_states(batch.ids)
         return self.head(hidden[batch.token_row, batch.token_col - 1].float())[:, 0]
 
     def of_turns(self, batch: Batch) -> torch.Tensor:
-        """V over R_max before the first response token of each turn, (N,)."""
+        """V / R_max before the first response token of each turn, (N,)."""
         length = batch.end - batch.start
         return self(batch)[length.cumsum(0) - length]
 
@@ -555,8 +557,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     stop_ids = find_stop_ids(model, tokenizer, chat)
     if value_tokens or not value_ids:
         reserved = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
-        if reserved != tuple(value_ids or ()):  # V = Q = 0, and near 0 bfloat16 is at its finest
-            for p in head.parameters():
+        if reserved != tuple(value_ids or ()):
+            for p in head.parameters():  # so V = Q = 0; near 0, bfloat16 is at its finest
                 p.data[[*reserved]] = 0
         value_ids = reserved
     if chat:
@@ -725,7 +727,8 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
     length = max(2, min(500, lm.max_length, tokens // 3))
     generator = torch.Generator().manual_seed(0)
     vocabulary = torch.tensor([i for i in range(20) if i not in lm.value_ids])
-    rows = max(3, (tokens // length - 1) | 1)  # odd, because the compiler merges equal sizes
+    # odd, as the padded length is even, because the compiler takes equal sizes for one and the same
+    rows = max(3, (tokens // length - 1) | 1)
     index = torch.randint(len(vocabulary), (rows, length), generator=generator)
     samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
     fast, small = replace(lm, compile=True), make_batch(samples[:3]).to(lm.device)

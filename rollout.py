@@ -832,6 +832,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
                 playing[traj].send(response)  # it acts
                 bar.update()
                 pending.append((traj, sampler.steps))
+            # the first ones of `pending`: either all of them are due, or the oldest
             due = [traj for traj, step in pending
                    if len(pending) > sampler.busy or step + ENV_LATENCY_STEPS <= sampler.steps]
             pending = pending[len(due):]

@@ -95,20 +95,20 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
                   padding gets 0
     group         torch.distributed process group that shares mean and std (None: this rank only)"""
     check_shapes(adv, invalid, valid)
-    counts = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
+    is_turn = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
     adv64 = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
-    adv64 = torch.where(counts > 0, adv64, 0.0)
+    adv64 = torch.where(is_turn > 0, adv64, 0.0)
 
     def total(x):
         if group is not None:
             dist.all_reduce(x, group=group)
         return x
 
-    count, mean = total(torch.stack([counts.sum(), (counts * adv64).sum()])).unbind()
+    count, mean = total(torch.stack([is_turn.sum(), (is_turn * adv64).sum()])).unbind()
     mean = mean / count.clamp(min=1)  # before the variance, to avoid cancellation
-    variance = total((counts * (adv64 - mean) ** 2).sum()) / count.clamp(min=1)
+    variance = total((is_turn * (adv64 - mean) ** 2).sum()) / count.clamp(min=1)
     normalized = (adv64 - mean) / (variance.sqrt() + eps)  # Eq. 7
-    return torch.where(counts > 0, normalized, 0.0).to(adv.dtype)
+    return torch.where(is_turn > 0, normalized, 0.0).to(adv.dtype)
 
 
 # ----------------------------------------------------------------------------------- the losses
@@ -160,7 +160,7 @@ def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tenso
                denom=None) -> tuple[Tensor, dict]:
     """Eq. 10-11, for V or for Q -> (loss, info: clip_fraction, saturated).
 
-    p, p_old, y (N,): current readouts, old readouts, targets over R_max; valid (N,): which turns
+    p, p_old, y (N,): current readouts, old readouts, targets / R_max; valid (N,): which turns
     are not padding (None: all). The mean is over turns, not tokens. `saturated` is the fraction of
     readouts at +-1, where Eq. 1 has no gradient."""
     denom = denominator(denom, valid, p, p_old, y)
@@ -217,7 +217,7 @@ def sapo_loss(logp: Tensor, entropy: Tensor, p_v: Tensor, p_q: Tensor, *, logp_o
 
     Per token, (M,) or (B, T): log-probs and entropy of the current policy, log-probs of the
     behaviour policy (logp_old) and of the reference (None if beta is 0), advantages, and a mask.
-    Per turn, (N,): current and old readouts, targets over R_max, and which turns are not padding.
+    Per turn, (N,): current and old readouts, targets / R_max, and which turns are not padding.
     `tokens` and `turns` are the numbers of them in the whole mini-batch, by which the losses are
     divided (default: those of what is given here)."""
     loss, info = actor_loss(logp, entropy, logp_old=logp_old, logp_ref=logp_ref, adv=adv, mask=mask,
@@ -272,7 +272,7 @@ def grpo_advantages(traj: Tensor, group: Tensor, score: Tensor, *, std: bool = T
                     eps: float = 1e-6) -> Tensor:
     """GRPO (arXiv 2402.03300, Section 4.1.2): (score - mean) / (std + eps) over the trajectories of
     a task. traj, group and score (N,): each turn's trajectory, and that trajectory's task and
-    return -> (N,), equal for all turns of a trajectory. Every trajectory counts once, whatever its
+    return -> (N,), equal for all turns of a trajectory. Every trajectory is_turn once, whatever its
     length."""
     score_of, group_of, row = per_trajectory(traj, group, score)
     return relative_to_group(score_of, group_of, std, eps)[row].to(score.dtype)
@@ -363,7 +363,7 @@ def main():
                                p_v_old=v / r_max, p_q_old=q / r_max, y_v=y_v / r_max,
                                y_q=y_q / r_max)
         loss.backward()
-        print(f"\nIf every token is {ratio} times as likely as in the rollout (clip: 1.2):\n   ",
+        print(f"\nIf every token is {ratio} times as likely as before (clip: 0.8 to 1.2):\n   ",
               ", ".join(f"{k} {info[k]:.4f}" for k in ("loss", "loss_policy", "loss_v", "loss_q")))
         print("    gradient of a token of each turn:", *(f"{g:+.3f}" for g in logp.grad[::3]))
 

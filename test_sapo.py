@@ -2144,7 +2144,7 @@ def test_out_of_memory_halves_micro_batches_without_changing_the_gradient(tmp_pa
 
         case.learner.lm.score = short_of_memory
         found.append((case.step(), gradient(case.learner.lm.model)))
-    assert "and continuing, with --tokens_per_micro_batch" in capsys.readouterr().out
+    assert "Next time, --tokens_per_micro_batch" in capsys.readouterr().out
     assert case.learner.config.tokens_per_micro_batch <= 500
     (whole, one), (halved, other) = found
     assert halved == pytest.approx(whole, rel=1e-5, abs=1e-6)
@@ -2472,7 +2472,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path, unclipped, mon
     found = []
     for flags in ((), ("--gradient_checkpointing",)):
         lm, saved = random_model("qwen2", 1), []
-        lm = train.compile_and_checkpoint(lm, small_config(tmp_path, *flags))
+        lm = train.apply_speed_and_memory_settings(lm, small_config(tmp_path, *flags))
         lm = dataclasses.replace(lm, compile=compile and bool(flags))
         case = prepared(tmp_path, *flags, lm=lm)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x,
@@ -2947,7 +2947,7 @@ def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, mo
                                              ("with-1", 0.7, 0.3, [0.1, 0.1, 0.3, 0.7]),
                                              ("without-0", 0.4, 0, [0.1, 0.1, 0.2, 0.2]),
                                              ("without-1", 0.6, 0, [0.1, 0.1, 0.9, 0.2]))]
-    run_main(evaluation, monkeypatch, "--half", 0.5, "--table", *runs, tmp_path / "nothing-0")
+    run_main(evaluation, monkeypatch, "--reach", 0.5, "--table", *runs, tmp_path / "nothing-0")
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert "skipping" in printed.err and [*lines[2:4], lines[-1]] == [
@@ -2956,8 +2956,13 @@ def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, mo
         "| without | -30.0 ± 14.1 | -15.0 ± 7.1 | -16.2 ± 13.3 | ≥ +0 |"]
     assert evaluation.comparison(runs[2:] + runs[:2], 0.5).endswith("| ≤ +0 |")
     assert evaluation.comparison(runs, 1.0).endswith("| – |")
-    run_main(evaluation, monkeypatch, "--plot", *runs, "--half", 0.5, "--out", tmp_path / "bed.png")
-    assert (tmp_path / "bed.png").stat().st_size > 10000
+    picture = tmp_path / "bed.png"
+    run_main(evaluation, monkeypatch, "--plot", *runs, "--reach", 0.5, "--out", picture)
+    assert picture.stat().st_size > 10000
+    capsys.readouterr()
+    run_main(evaluation, monkeypatch, "--table", *runs[:2], "--reach", 0.5)  # nothing to subtract
+    only_table = capsys.readouterr().out
+    assert "| episodes to 50% |" in only_table and len(only_table.splitlines()) == 3
 
 
 @needs_games

@@ -34,8 +34,8 @@ from runtime.checkpoint import (Clock, RunDir, default_run_name, init_wandb, ite
                                 read_json, read_tensors, wandb_names, write_file, write_folder)
 from runtime.cli import choose_threads, one_line_errors, out_of_memory, parser_for, progress
 from runtime.distributed import (Stopped, all_gather_list, all_reduce_sum, announce_stop,
-                                 barrier, begin_update, broadcast_object, init_distributed, mean,
-                                 print0, process_group, rank, stop, world_size)
+                                 barrier, begin_update, broadcast_object, init_distributed,
+                                 mean_or_zero, print0, process_group, rank, stop, world_size)
 from runtime.optim import AdamW
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
@@ -96,7 +96,7 @@ def optimizer_step(model, optimizer, infos):
     values = torch.stack(values).tolist() if values else []  # one host sync for all of them
     infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
     out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
-    out |= {k: min(x, 1.0) for k, x in out.items()  # rounding may exceed 1
+    out |= {k: min(x, 1.0) for k, x in out.items()  # rounding may add up to more than 1
             if k.endswith(("fraction", "saturated"))}
     finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
     if finite:
@@ -112,7 +112,7 @@ class BehaviourScores(NamedTuple):
     """What the policy that sampled the turns says of them: line 3 of Algorithm 1."""
 
     logp: torch.Tensor  # (M,) log-probs of the response tokens
-    entropy: torch.Tensor | None  # (M,), in nats; None if no forward pass was made
+    entropy: torch.Tensor | None  # (M,), in nats; None with --old_logprobs rollout
     p_v: torch.Tensor  # (N,) V_old / R_max; (M,) in PPO, whose critic values every token
     p_q: torch.Tensor  # (N,) Q_old / R_max; with a separate critic, unused zeros like p_v
     sampler_logprob_diff: float  # mean |log-prob of the sampler - log-prob of a forward pass|
@@ -125,7 +125,7 @@ class Targets(NamedTuple):
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
     returns: torch.Tensor  # (N,) discounted, from each turn on; PPO: undiscounted, of the episode
-    y_v: torch.Tensor = None  # (N,) the targets of Eq. 6 over R_max; (M,) in PPO
+    y_v: torch.Tensor = None  # (N,) the targets of Eq. 6 / R_max; (M,) in PPO
     y_q: torch.Tensor = None
 
 
@@ -226,8 +226,9 @@ class Learner:
 
     def accumulate_within_memory(self, model, minibatch, loss_of):
         """accumulate_gradients, with smaller micro-batches where memory runs out: with half of the
-        tokens of the largest one, which becomes the new --tokens_per_micro_batch. The result is the
-        same up to rounding, because the losses have the mini-batch's denominators."""
+        tokens of the largest one, which from then on is the limit in this rank's updates. (Forward
+        passes without gradients keep theirs.) The result is the same up to rounding, because the
+        losses have the mini-batch's denominators."""
         while True:
             micros = [part for micro in minibatch
                       for part in split(micro, self.config.tokens_per_micro_batch)]
@@ -244,8 +245,9 @@ class Learner:
             model.zero_grad(set_to_none=True)
             gc.collect()
             torch.cuda.empty_cache()
-            print(f"out of memory in an update of rank {rank()}: repeating it, and continuing, "
-                  f"with --tokens_per_micro_batch {half}", flush=True)
+            print(f"out of memory in an update of rank {rank()}: it is repeated, with "
+                  f"micro-batches of at most {half} tokens from here on. Next time, "
+                  f"--tokens_per_micro_batch {half} would avoid this", flush=True)
 
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 in one call, as in `train`, for a loop of your own. Returns metrics."""
@@ -337,8 +339,8 @@ def make_samples(turns: list[Turn], context: str) -> list:
 
 def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list]:
     """Draws an order of all ranks' samples, the same on every rank, and splits it into ceil(turns /
-    mini_batch) mini-batches of nearly equal size (fewer if one sample has more turns than a
-    mini-batch). Returns this rank's turns, and for each mini-batch the list of this rank's
+    mini_batch) mini-batches of nearly equal size (fewer if one sample has more turns than that
+    size). Returns this rank's turns, and for each mini-batch the list of this rank's
     micro-batches, which may be empty."""
     mine = {(members[0].traj, members[0].turn): (ids, spans, members)
             for ids, spans, members in make_samples(turns, config.context)}
@@ -349,8 +351,9 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
     keys, sizes = zip(*sorted(sizes))
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
     sizes = np.array(sizes)[order]
-    count = -(-sizes.sum() // config.mini_batch)  # of equal size: a small last step would be noisy
-    number_of = (sizes.cumsum() - sizes) * count // sizes.sum()  # (samples,) their mini-batches
+    count = -(-sizes.sum() // config.mini_batch)
+    # (samples,) the mini-batch of each; equal sizes, because a small last step would be noisy
+    number_of = (sizes.cumsum() - sizes) * count // sizes.sum()
     minibatches, ordered, m = [], [], 0  # m: response tokens so far
     for number in np.unique(number_of):
         minibatches.append([])
@@ -403,7 +406,8 @@ def compute_metrics(batch: RolloutBatch, old, targets: Targets, steps: list[dict
                "q_explained_variance": explained_variance(q, returns),
                "sampler_logprob_diff": old.sampler_logprob_diff}
     for name in steps[0]:
-        reduce = max if name.endswith("_max") else sum if name.startswith("skipped") else mean
+        reduce = (max if name.endswith("_max") else sum if name.startswith("skipped")
+                  else mean_or_zero)
         metrics[name] = reduce([step[name] for step in steps])
     return metrics
 
@@ -513,12 +517,14 @@ class Run:
         success, score                     means over episodes, sampled at temperature 1
         success_by_category                success for each category of tasks
         valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
-        truncated, context_overflow        fractions of episodes cut off, by the horizon or because
-                                           the next prompt did not fit; by the latter alone
+        truncated                          fraction of episodes cut off, by the horizon or because
+                                           the next prompt did not fit
+        context_overflow                   fraction cut off because the next prompt did not fit
         response_truncated                 fraction of responses that reached --max_new_tokens
         loss, loss_policy, loss_v, loss_q  Eq. 12, 9, 11; ..._critic are a separate critic's
         kl, kl_max, entropy                per token, in nats: the KL to the initial model, mean and
-                                           maximum, and the policy's entropy
+                                           maximum (0 with --beta 0, which does not measure it), and
+                                           the policy's entropy
         ratio_max, *clip_fraction          Eq. 8; fractions of tokens or turns clipped by Eq. 9, 10
         v_saturated, q_saturated           fractions of readouts at the bounds of Eq. 1, where its
                                            gradient is 0
@@ -616,14 +622,17 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
     ends = [row for row in rows if row["done"]]
     ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True,
               "category": None}] * (episodes - len(ends))
-    won = {name: [row["won"] for row in ends if row["category"] == category]
-           for category, name in categories.items()}
-    shares = {name: mean([row[name] for row in ends]) for name in averaged}
-    return {"episodes": len(ends), "turns": len(rows), "success": shares.pop("won"), **shares,
-            "success_by_category": {name: mean(x) if x else None for name, x in won.items()},
-            "response_truncated": mean([row["response_truncated"] for row in rows]),
-            "valid_actions": mean([not row["invalid"] for row in rows]),
-            "admissible_actions": mean([row["admissible"] for row in rows])}
+    by_category = {}  # None where no episode was of that category
+    for category, name in categories.items():
+        won = [row["won"] for row in ends if row["category"] == category]
+        by_category[name] = mean_or_zero(won) if won else None
+    shares = {name: mean_or_zero([row[name] for row in ends]) for name in averaged}
+    success = shares.pop("won")
+    return {"episodes": len(ends), "turns": len(rows), "success": success, **shares,
+            "success_by_category": by_category,
+            "response_truncated": mean_or_zero([row["response_truncated"] for row in rows]),
+            "valid_actions": mean_or_zero([not row["invalid"] for row in rows]),
+            "admissible_actions": mean_or_zero([row["admissible"] for row in rows])}
 
 
 # --------------------------------------------------------------------------------------- settings
@@ -636,7 +645,7 @@ class Config:
     """Every setting is a flag, and its comment is the flag's --help. Defaults are the paper's where
     it gives them, else verl-agent's, else ours. Where they are None, horizon, dtype, compile,
     eval_games, max_prompt and group_size get defaults that depend on other settings or on the
-    machine, when a Config is made."""
+    machine, when a Config is made. PRESETS are for the command line alone."""
 
     env: str = "house"  # house, alfworld, webshop, webshop-human (goals by people), MODULE:CLASS
     model: str = "tiny"  # tiny (results/tiny-*), a hub id, a bare name (Qwen2.5-1.5B), a folder
@@ -661,14 +670,15 @@ class Config:
     max_prompt: int = None  # maximum tokens of a prompt, or of a whole conversation with full;
         # default the environment's, with full the model's
 
-    gamma: float = 0.95  # discount per turn, of sapo, sapo-separate and gigpo
+    gamma: float = 0.95  # discount per turn, of sapo, sapo-separate, gigpo and gigpo-nostd; and of
+        # the returns in the log, but for ppo
     gae_lambda: float = 0.95  # lambda of GAE over turns, Eq. 5, of sapo and sapo-separate
     r_max: float = 10.0  # R_max, Eq. 2: returns must be within [-R_max, R_max]
     tau_v: float = 1.0  # temperature of the value readout, Eq. 1
     value_tokens: tuple = None  # w+ and w-, Eq. 1; default: two vocabulary entries no text uses
-    c_inv: float = 0.1  # penalty for invalid actions, in units of return: subtracted from the
-        # advantage before it is normalized, Eq. 7 (ppo: from the reward; grpo, rloo, gigpo and
-        # empg: from the advantage after it is normalized)
+    c_inv: float = 0.1  # penalty for invalid actions: in units of return, subtracted from the
+        # advantage before Eq. 7 normalizes it, and in ppo from the reward; the group-based methods
+        # subtract it from the finished advantage, in that advantage's units
     clip: float = 0.2  # epsilon, Eq. 9, and epsilon_V, epsilon_Q, Eq. 10
     c_v: float = 0.5  # weight of V's loss in Eq. 12, of sapo; with 0, GAE uses V = 0
     c_q: float = 0.25  # weight of Q's loss, of sapo
@@ -680,7 +690,8 @@ class Config:
     lr_final_fraction: float = 1.0  # the learning rate decays linearly, and would reach this
         # fraction of --lr after the last iteration
     critic_lr: float = 1e-5  # learning rate of a separate critic
-    mini_batch: int = 256  # turns per optimizer step, or a few less
+    mini_batch: int = 256  # maximum number of turns per optimizer step; an iteration's turns are
+        # split evenly into as few steps as that allows (full: about, as trajectories stay whole)
     tokens_per_micro_batch: int = 8192  # tokens per forward pass, padding included
     old_logprobs: Literal["recompute", "rollout"] = "recompute"  # old log-probs, V and Q, line 3:
         # from a forward pass, or those of the sampler
@@ -706,8 +717,8 @@ class Config:
                 object.__setattr__(self, name, value)
 
 
-# Other defaults for the shop and for tiny models. Later entries override earlier ones, and flags
-# override both.
+# Other defaults of the command line, for the shop and for tiny models. Later entries override
+# earlier ones, and flags override them all.
 PRESETS = {
     "webshop": dict(mini_batch=64),  # its episodes are short
     "tiny": dict(dtype="float32", compile=False, iterations=40, batch_size=64, max_new_tokens=16,
@@ -727,9 +738,9 @@ def parse_config(argv: list[str] = ()) -> Config:
     requested, stored = Config(**given), {}
     defaults = vars(Config()) | defaults_for(requested) | presets_for(requested)
     out = str(Path(requested.out or f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"))
-    # --resume with other flags starts the run if there is none yet; alone, it needs one
-    started = Path(out, "config.json").exists() or given.keys() <= {"resume", "out"}
-    if requested.resume and started:
+    # alone, --resume needs a run; with other flags, it starts the run if there is none yet
+    must_exist = given.keys() <= {"resume", "out"}
+    if requested.resume and (must_exist or Path(out, "config.json").exists()):
         stored = {k: v for k, v in RunDir(out).settings().items() if hasattr(requested, k)}
     config = Config(**defaults | stored | given | {"out": out})
     conflicts = [f"--{k} was {v}" for k, v in stored.items()
@@ -839,12 +850,11 @@ def load_initial_model(config, pool, first) -> ActorCritic:
     choose_threads(lm.model)
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
     print0(f"on {lm.device}{threads}, {world_size()} rank(s); w+ and w- are tokens {lm.value_ids}")
-    return compile_and_checkpoint(lm, config)
+    return apply_speed_and_memory_settings(lm, config)
 
 
-def compile_and_checkpoint(lm, config) -> ActorCritic:
-    """Applies --compile, and --gradient_checkpointing, which recomputes activations in the backward
-    pass. (It writes no checkpoint.)"""
+def apply_speed_and_memory_settings(lm, config) -> ActorCritic:
+    """Applies --compile and --gradient_checkpointing."""
     if config.gradient_checkpointing:
         # transformers 6 has only the first name, 5.17 only the second
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
@@ -944,8 +954,8 @@ class SeparateCritic(PolicyLearner):
         super().__init__(lm, config)
 
     def values(self, micro) -> torch.Tensor:
-        """The critic's values over R_max: before every turn's first token (N,), or before every
-        token (M,)."""
+        """The critic's V / R_max: before every turn's first token (N,), or before every token
+        (M,)."""
         return (self.critic if self.axis == "tokens" else self.critic.of_turns)(micro.batch)
 
     @torch.no_grad()

@@ -159,8 +159,8 @@ class Stop:
 stop = Stop()
 
 
-def mean(values) -> float:
-    """The mean of a list, 0 for an empty one."""
+def mean_or_zero(values) -> float:
+    """The mean of a list on this rank, 0 for an empty one."""
     return float(np.mean(values)) if len(values) else 0.0
 
 

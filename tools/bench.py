@@ -262,7 +262,7 @@ def iteration_main(argv):
     choose_threads(lm.model)
     describe(lm, config.model, config.dtype)
     lm, words = with_stops(lm, args.response)
-    lm = train.compile_and_checkpoint(lm, config)
+    lm = train.apply_speed_and_memory_settings(lm, config)
     learners = {config.algo: (learner := train.LEARNERS[config.algo](lm, config))}
     if args.ppo and config.algo != "ppo":
         learners["ppo"] = rival = train.LEARNERS["ppo"](lm, dataclasses.replace(config, algo="ppo"))

@@ -43,7 +43,7 @@ from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micr
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
-from runtime.distributed import Stopped, init_distributed, mean, print0, stop, world_size
+from runtime.distributed import Stopped, init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
 from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
 
@@ -376,11 +376,11 @@ def measure(sampler, games, pool, step, config):
     """Plays these games -> (fraction of admissible actions, fraction of games won). Prints both."""
     turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE),
                     max_num_seqs=config.max_num_seqs, history=config.history)
-    admissible = mean([turn.admissible for turn in turns])
-    won = mean([turn.won for turn in turns if turn.done])
+    admissible = mean_or_zero([turn.admissible for turn in turns])
+    won = mean_or_zero([turn.won for turn in turns if turn.done])
     tqdm.write(f"after {step + 1} steps, {sampler.context}: {admissible:.1%} of the actions are "
                f"admissible, {won:.1%} of {len(games)} unseen games are won")
-    if mean([not sampler.lm.stopped(turn.action_ids) for turn in turns]) > 0.2:
+    if mean_or_zero([not sampler.lm.stopped(turn.action_ids) for turn in turns]) > 0.2:
         tqdm.write(f"Warning: --max_new_tokens {sampler.max_new_tokens} truncates more than a "
                    "fifth of the responses: raise it, here and in train.py, or shorten the "
                    "demonstrator's thoughts")
@@ -447,7 +447,7 @@ def main():
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)
-        lm = train.compile_and_checkpoint(lm, config)
+        lm = train.apply_speed_and_memory_settings(lm, config)
         workers = envs.default_workers(config.env)
         pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
         # forked from a server without threads; Ctrl-C is left to this process
