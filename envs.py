@@ -26,8 +26,8 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
 import itertools
-import math
 import numbers
 import os
 import pkgutil
@@ -192,8 +192,10 @@ class Env:
 
     with `info` as above. An episode's rewards must sum to within +-r_max. In turn number `horizon`,
     `truncated` must be True unless `terminated` is. The first obs must state the task. One object
-    plays many games, so reset must reset everything. tools/imitate.py also needs advice(forgetful)
-    -> (thought, command) or None, a demonstrator. The rest has defaults.
+    plays many games, so reset must reset everything, and many objects are used at once in one
+    process. The same actions must lead to the same answers, because the games of a worker that died
+    are played again; and tasks() must always be the same. tools/imitate.py also needs
+    advice(forgetful) -> (thought, command) or None, a demonstrator. The rest has defaults.
 
     The worker pool checks every answer: obs, task and commands are text (lone surrogates are
     replaced); terminated, truncated and won are True or False; reward is finite, and score from 0
@@ -581,8 +583,14 @@ def importable_name(env) -> str:
 
 
 def make_env(name, **options) -> Env:
-    """Makes an environment with options for its `flags`."""
-    return env_class(name)(**options)
+    """Makes an environment with options for its `flags`. ValueError: it does not take them."""
+    env = env_class(name)
+    try:
+        inspect.signature(env).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"--env {env.__name__}: its constructor must take what its `flags` name, "
+                         f"{', '.join(env.flags)}: {error}") from None
+    return env(**options)
 
 
 def tasks(name, split: str, **options) -> list:
@@ -625,7 +633,7 @@ def as_text(value, what):
 
 
 def as_number(value, what):
-    if not math.isfinite(number := float(as_python(value))):
+    if not abs(number := float(as_python(value))) < 1e38:  # in float32 it would be infinite
         raise ValueError(f"{what} is {number}")
     return number
 
@@ -660,11 +668,14 @@ def as_info(info):
         raise ValueError(f"info lacks {', '.join(missing)}")
     if isinstance(info["admissible"], str):
         raise ValueError(f"admissible is {info['admissible']!r}, not a list of commands")
+    category = as_python(info["category"])
+    if not isinstance(category, (str, int, float, type(None))):
+        raise ValueError(f"category is {category!r}, not a string, a number or None")
     score = as_number(info["score"], "score")
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
         raise ValueError(f"score is {score}, not a number from 0 to 1")
     return {"admissible": [as_command(command) for command in info["admissible"]],
-            "task": as_text(info["task"], "task"), "category": as_python(info["category"]),
+            "task": as_text(info["task"], "task"), "category": category,
             "won": as_bool(info["won"], "won"), "score": score}
 
 

@@ -80,7 +80,7 @@ def evenly_spaced(ids, limit):
 
 def report(records, suffix="") -> dict:
     """Success, number of games, mean score, and success by category, under names with a suffix."""
-    categories = sorted({r["category"] for r in records})
+    categories = sorted({r["category"] for r in records}, key=str)
     won = {c: mean_or_zero([r["won"] for r in records if r["category"] == c]) for c in categories}
     success, score = (mean_or_zero([r[name] for r in records]) for name in ("won", "score"))
     return {f"success{suffix}": success, f"n{suffix}": len(records), f"score{suffix}": score,
@@ -145,7 +145,7 @@ def group_runs(folders, finished=False):
     if `finished` without a finished one, are skipped with a message."""
     parent = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
     groups = {}
-    for folder in map(Path, folders):
+    for folder in {Path(f).resolve(): Path(f) for f in folders}.values():  # each run once
         try:
             stored = RunDir(folder)
             run = SimpleNamespace(config=stored.settings(), lines=stored.metrics(),

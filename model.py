@@ -364,7 +364,16 @@ class Chat:
         # the parts around a message, because rendering the template in every turn would be slow
         self.begin, self.end = self.render(self.USER).split(self.USER)
         self.between = text.partition(self.RESPONSE)[2].split(self.USER)[0]
-        tokenizer("-")  # turns off the backend's padding and truncation
+        if self.between.lstrip().startswith(tuple(
+                token.content for token in tokenizer.added_tokens_decoder.values())):
+            self.between = self.between.lstrip()  # a model ends its response without the blank
+        header = text.partition(self.USER)[2].partition(self.RESPONSE)[0].partition("<think>")[0]
+        without = tokenizer.apply_chat_template([{"role": "user", "content": self.USER}],
+                                                tokenize=False)
+        if without == self.begin + self.USER + self.end and not self.end.startswith(
+                header.rstrip()):
+            raise ValueError("the chat template ignores add_generation_prompt, so nothing would "
+                             "tell the model that its response begins")
         self.protect(())
         # some templates begin the response themselves, as with "<think>\n"
         prefix = re.search(r"<think>(?!.*<think>).*", self.end, re.S)
@@ -394,6 +403,8 @@ class Chat:
     def template_ids(self, text: str) -> list[int]:
         """The token ids of a text from the template, in which control tokens are meant."""
         backend = self.tokenizer.backend_tokenizer  # twice as fast as calling the tokenizer
+        backend.no_truncation()  # somebody's call of the tokenizer may have left both on
+        backend.no_padding()
         return backend.encode(text, add_special_tokens=False).ids
 
     def encode(self, text: str, begin: str = "", end: str = "") -> list[int]:
@@ -492,8 +503,12 @@ def is_tiny(name: str) -> bool:
     """Whether a name is that of a model as small as the tiny ones, or "random", from which
     tools/imitate.py starts."""
     config = local_folder(name) / "config.json"
-    return name == "random" or (
-        config.is_file() and json.loads(config.read_text()).get("hidden_size") == 64)
+    if name == "random" or not config.is_file():
+        return name == "random"
+    try:
+        return json.loads(config.read_text())["hidden_size"] == 64
+    except (ValueError, KeyError, TypeError):  # it is no model's; `load` says what is wrong
+        return False
 
 
 def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float | None = None,
@@ -521,8 +536,7 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
             raise ValueError(f"--max_new_tokens {max_new_tokens} leaves no room for a prompt: "
                              f"together they need {needed} tokens or more, and it has {length}")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, attn_implementation="sdpa",
-            output_loading_info=True, **options)
+            where, config=config, dtype=dtype, output_loading_info=True, **options)
     except Exception as error:  # safetensors, tokenizers and the hub have exceptions of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if local_folder(name).is_dir() else f"{name}, which is not a folder here"
@@ -548,7 +562,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
     path = model.name_or_path and find_file(model.name_or_path, "sapo.json")
     stored = json.loads(Path(path).read_text()) if path else {}
-    value_ids = value_ids or stored.get("value_ids")
+    # by the attribute, a model that is wrapped again keeps the rows that were trained
+    value_ids = value_ids or getattr(model, "sapo_value_ids", None) or stored.get("value_ids")
     chat = Chat(tokenizer) if tokenizer.chat_template else None
     if chat:
         check_tokenizer(model, chat)
@@ -561,6 +576,10 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
             for p in head.parameters():  # so V = Q = 0; near 0, bfloat16 is at its finest
                 p.data[[*reserved]] = 0
         value_ids = reserved
+    model.sapo_value_ids = tuple(value_ids)
+    if not stop_ids:
+        raise ValueError("no token ends a response: neither the model nor the tokenizer has an end "
+                         "of sequence (eos_token_id)")
     if chat:
         chat.protect({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,
@@ -595,7 +614,7 @@ def reserve_value_ids(tokenizer, rows: int, taken, named=None) -> tuple[int, int
                              f"tokens, or ids below {rows}, that neither the chat template nor "
                              "the tokenizer uses for a purpose of its own")
         return ids
-    if rows - max(vocabulary.values()) > 2:
+    if rows - max(vocabulary.values()) > 2 and not {rows - 2, rows - 1} & used:
         return rows - 2, rows - 1
     free = [i for i, token in special.items() if token.special and i < rows and i not in used]
     free.sort(key=lambda i: (bool(re.search("reserved|unused|extra", special[i].content)), i))
@@ -653,8 +672,9 @@ def check_initial_readout(lm: ActorCritic, ids: list[int]) -> None:
 @torch.no_grad()
 def check_head(lm: ActorCritic) -> None:
     """ValueError: the model transforms its hidden states before the head, or its logits after it
-    (softcapping, scaling). score() could not do the same, because it applies the head itself. Both
-    sides of the comparison come from one pass, so that it can be exact."""
+    (softcapping, scaling), or the head is not only a weight and a bias. score() could not do the
+    same, because it applies the head itself. Both sides of the first comparison come from one pass,
+    so that it can be exact."""
     seen = {}
     hooks = [lm.model.base_model.register_forward_hook(
         lambda module, inputs, output: seen.update(hidden=output.last_hidden_state)),
@@ -671,6 +691,11 @@ def check_head(lm: ActorCritic) -> None:
         raise ValueError(f"{type(lm.model).__name__} is not supported: it transforms its hidden "
                          "states before the head or its logits after it (softcapping, scaling), or "
                          "they are not finite")
+    expected = F.linear(seen["before"], lm.head.weight, getattr(lm.head, "bias", None)).float()
+    if (not {name for name, _ in lm.head.named_parameters()} <= {"weight", "bias"}
+            or (seen["after"].float() - expected).abs().max() > 0.02 * expected.abs().max()):
+        raise ValueError("the model's head is not a plain linear layer, but has an adapter or a "
+                         "hook: merge the adapter into it, or remove the hook")
 
 
 # ---------------------------------------------------------- checks of faster ways of computing

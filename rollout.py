@@ -232,6 +232,9 @@ class Sampler:
                  max_prompt: int | None = None, check: bool = True):
         if engine not in ("kv", "hf") or context not in ("window", "full"):
             raise ValueError(f"engine {engine!r}, context {context!r}; known: kv, hf; window, full")
+        if max_new_tokens < 1 or not 0 <= temperature < float("inf"):
+            raise ValueError(f"max_new_tokens is {max_new_tokens} and temperature {temperature}; "
+                             "they must be at least 1 and at least 0")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new_tokens)
@@ -813,9 +816,17 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
     than for the model. The clock plays no role, so a rollout with the same weights repeats to the
     last bit."""
     from runtime.cli import progress  # here, so that the sampler can be copied without it
+    trajs = [*(range(len(tasks)) if trajs is None else trajs)]
+    if not len(tasks) == len(trajs) == len({*trajs}):
+        raise ValueError(f"{len(tasks)} tasks need as many different numbers, and trajs has "
+                         f"{len({*trajs})}")
+    if max_num_seqs is not None and max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+    if not sampler.lm.chat:
+        raise ValueError("the tokenizer has no chat template, which prompts need")
     make_prompts = make_prompts or (
         lambda traj, turns, builder: builder.prompts(sampler.context, history))
-    waiting = [*zip(range(len(tasks)) if trajs is None else trajs, tasks)]
+    waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first
     sampler.forget()

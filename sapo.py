@@ -37,8 +37,8 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
     All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the
     turn (terminated or truncated: both are terminal), V_old and Q_old in units of return. Turns may
     be in any order and may be duplicated (by padding a batch, for example). The value after a
-    trajectory's last known turn is 0. ValueError: shapes differ, or turns are missing in the middle
-    of a trajectory."""
+    trajectory's last known turn is 0. ValueError: shapes differ, turns are missing in the middle of
+    a trajectory, or two turns with one index have different rewards."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
         raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
     v_old, turn = v_old.to(torch.promote_types(v_old.dtype, torch.float32)), turn.long()
@@ -60,6 +60,8 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
         raise ValueError("turn_targets: turns are missing in the middle of trajectories "
                          f"{ids[gaps].tolist()[:8]}")
     r, d, v, q = table(reward), table(done), table(v_old), table(q_old)
+    if (r[row, col] != reward.to(r.dtype)).any():
+        raise ValueError("turn_targets: two turns with one trajectory and index have other rewards")
     adv = torch.zeros_like(v)
     for t in reversed(range(longest)):
         delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4
@@ -108,7 +110,7 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
     mean = mean / count.clamp(min=1)  # before the variance, to avoid cancellation
     variance = total((is_turn * (adv64 - mean) ** 2).sum()) / count.clamp(min=1)
     normalized = (adv64 - mean) / (variance.sqrt() + eps)  # Eq. 7
-    return torch.where(is_turn > 0, normalized, 0.0).to(adv.dtype)
+    return torch.where(is_turn > 0, normalized, 0.0).to(floating(adv).dtype)
 
 
 # ----------------------------------------------------------------------------------- the losses
@@ -117,6 +119,11 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
 def masked(mask: Tensor | None, x: Tensor) -> Tensor:
     """x where the mask is set, else 0; without a mask, x."""
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
+
+
+def floating(x: Tensor) -> Tensor:
+    """x, with integers and booleans as float32, because advantages are fractions."""
+    return x if x.is_floating_point() else x.float()
 
 
 def check_shapes(*tensors) -> None:
@@ -233,13 +240,13 @@ def sapo_loss(logp: Tensor, entropy: Tensor, p_v: Tensor, p_q: Tensor, *, logp_o
 def explained_variance(value: Tensor, target: Tensor) -> float:
     """1 - Var(target - value) / Var(target). A perfect value has 1, a constant has
     0; if the target is constant, it is 0."""
+    check_shapes(value, target)
     variance = target.var(correction=0)
     return (1 - (target - value).var(correction=0) / variance).item() if variance > 0 else 0.0
 
 
 # ------------------------------------------------------------ the methods SAPO is compared with
-# Unless a function says otherwise, tensors are (N,), over turns in any order. Scores and rewards
-# must be floating-point.
+# Unless a function says otherwise, tensors are (N,), over turns in any order.
 
 
 def per_trajectory(traj, group, score):
@@ -272,10 +279,10 @@ def grpo_advantages(traj: Tensor, group: Tensor, score: Tensor, *, std: bool = T
                     eps: float = 1e-6) -> Tensor:
     """GRPO (arXiv 2402.03300, Section 4.1.2): (score - mean) / (std + eps) over the trajectories of
     a task. traj, group and score (N,): each turn's trajectory, and that trajectory's task and
-    return -> (N,), equal for all turns of a trajectory. Every trajectory is_turn once, whatever its
+    return -> (N,), equal for all turns of a trajectory. Every trajectory counts once, whatever its
     length."""
     score_of, group_of, row = per_trajectory(traj, group, score)
-    return relative_to_group(score_of, group_of, std, eps)[row].to(score.dtype)
+    return relative_to_group(score_of, group_of, std, eps)[row].to(floating(score).dtype)
 
 
 @torch.no_grad()
@@ -284,7 +291,7 @@ def rloo_advantages(traj: Tensor, group: Tensor, score: Tensor) -> Tensor:
     trajectories, which is n / (n - 1) (score - mean), with the mean of all n."""
     score_of, group_of, row = per_trajectory(traj, group, score)
     mean, size = group_mean(score_of, group_of)
-    return ((score_of - mean) * size / (size - 1).clamp(min=1))[row].to(score.dtype)
+    return ((score_of - mean) * size / (size - 1).clamp(min=1))[row].to(floating(score).dtype)
 
 
 @torch.no_grad()
@@ -299,7 +306,8 @@ def gigpo_advantages(traj: Tensor, turn: Tensor, group: Tensor, state: Tensor, r
     anchor = torch.stack([group, state]).unique(dim=1, return_inverse=True)[1]
     step = discounted_returns(traj, turn, reward.double(), gamma=gamma)
     step = relative_to_group(step, anchor, std, eps)
-    return (grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step).to(reward.dtype)
+    adv = grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step
+    return adv.to(floating(reward).dtype)
 
 
 @torch.no_grad()
@@ -330,6 +338,8 @@ def token_gae(value: Tensor, mask: Tensor, score: Tensor, *, gamma: float = 1.0,
     """PPO as in verl-agent: GAE over the tokens of a single response. value (B, T) is V before each
     token; mask (B, T) is 1 on response tokens, which need not be adjacent; score (B,) is the reward
     of the last of them -> (adv, target), each (B, T), 0 outside of the mask."""
+    check_shapes(value, mask)
+    check_shapes(value[:, 0] if value.shape[1] else score, score)
     mask, adv = mask.bool(), torch.zeros_like(value)
     next_value, gae, reward = torch.zeros_like(score), torch.zeros_like(score), score
     for t in reversed(range(value.shape[1])):

@@ -14,6 +14,7 @@ import glob
 import importlib
 import inspect
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -2973,6 +2974,498 @@ def test_training_on_real_alfworld_games(tmp_path, monkeypatch):
              "--max_new_tokens", 8, "--out", tmp_path)
     lines = check_run(tmp_path)
     assert lines[0]["turns"] == 3 and lines[0]["time_env"] > 0
+
+
+# ------------------------------------------------------- single promises, one test for each
+
+def test_random_numbers_differ_between_seeds_trajectories_and_turns():
+    keys = itertools.product(range(2), repeat=4)
+    drawn = {tuple(rollout_module.uniform_numbers((seed, iteration), traj, turn, 3))
+             for seed, iteration, traj, turn in keys}
+    assert len(drawn) == 16
+
+
+def test_generate_depends_on_its_seed_alone():
+    sampler = Sampler(random_model("qwen2", 1), context="full", max_new_tokens=8)
+    sampler.add("left", [5, 6], [0.5] * 8)
+    one, other, again = (sampler.generate([[5, 6, 7]], seed) for seed in (0, 1, 0))
+    assert one == again and one[0].ids != other[0].ids and not sampler.busy
+
+
+def test_tag_that_the_template_begins_counts_as_part_of_the_response(monkeypatch):
+    lm = random_model("qwen2", 1)
+    lm.chat.response_prefix = "<think>\n"
+    monkeypatch.setattr(type(lm), "text", lambda lm, ids: "a</think><action>look</action>")
+    turn, = play(lm, "kv", "window", 1.0, games=GAMES[:1], horizon=1)[0]
+    assert turn.action == "look" and not turn.invalid
+
+
+def test_generation_settings_of_a_model_do_not_change_the_policy():
+    lm = random_model("qwen2", 1)
+    lm.model.generation_config.repetition_penalty = 9.0
+    hf, kv = (play(lm, engine, "window", 1.0, horizon=2)[0] for engine in ("hf", "kv"))
+    assert [t.action_ids for t in hf] == [t.action_ids for t in kv]
+
+
+def test_value_tokens_have_rows_in_the_head():
+    lm = random_tiny()
+    tokenizer, size = lm.tokenizer, len(lm.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra_0|>", "<|extra_1|>"]})
+    assert max(reserve_value_ids(tokenizer, size + 1, lm.stop_ids)) <= size
+
+
+def test_response_ends_with_every_token_that_the_model_or_the_template_names():
+    lm = random_model("qwen2", 1)
+    end = lm.chat.end_of_turn_id()
+    lm.model.generation_config.eos_token_id, lm.tokenizer.eos_token = [7, 8], None
+    assert model_module.find_stop_ids(lm.model, lm.tokenizer, lm.chat) == (*sorted({7, 8, end}),)
+
+
+def test_text_cannot_spell_value_tokens():
+    lm = random_model("qwen2", 1)
+    lm.tokenizer.add_tokens(["<plus>", "<minus>"])  # which are not special
+    lm = actor_critic(lm.model, lm.tokenizer, value_tokens=("<plus>", "<minus>"))
+    assert not {*lm.value_ids} & {*lm.chat.encode_user_turn("a <plus> and a <minus>")}
+
+
+def test_bias_of_the_head_counts_in_the_readout_and_starts_at_zero():
+    lm, batch = random_model("phi", 1), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
+    torch.nn.init.normal_(lm.head.bias)
+    scores, logits = lm.score(batch), lm.model(batch.ids).logits[0]
+    for p, at in ((scores.p_v, batch.start - 1), (scores.p_q, batch.end - 1)):
+        torch.testing.assert_close(p, value_readout(logits[at], lm.value_ids, tau=lm.tau_v))
+    assert p.any()
+    del lm.model.sapo_value_ids  # so that rows are reserved for the first time
+    lm = actor_critic(lm.model, lm.tokenizer)
+    assert not torch.cat(lm.score(batch)[2:]).any()
+
+
+def test_missing_weights_are_an_error(tmp_path):
+    from safetensors.torch import load_file, save_file
+    load(TINY_HOUSE).save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="lack 1 tensors, such as model.norm.weight"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("template", [
+    "{{ messages[-1]['content'] }}", "{% for m in messages * 2 %}{{ m['content'] }}{% endfor %}"])
+def test_templates_that_drop_or_repeat_messages_are_refused(template):
+    with pytest.raises(ValueError, match="drops or repeats messages"):
+        model_module.Chat(byte_level(template))
+
+
+def test_saved_config_has_the_rope_names_of_transformers_4(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0}
+    lm = random_model("llama", 1, rope_parameters=rope | {"rope_theta": 5000.0})
+    lm.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, rope)
+
+
+def test_models_are_found_by_bare_names():
+    assert model_module.resolve_model("Qwen2.5-1.5B-Instruct") == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert model_module.resolve_model("me/Qwen2") == "me/Qwen2"
+    for env, folder in (("alfworld", "tiny-alfworld"), ("house", "tiny-house")):
+        assert model_module.resolve_model("tiny", env).endswith(folder)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sapo-separate"])
+def test_critic_of_a_16_bit_model_learns(tmp_path, algo):
+    lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+    case = prepared(tmp_path, "--algo", algo, lm=lm)
+    assert case.step()["loss_critic"] > 0
+
+
+def test_critic_starts_at_zero():
+    batch = make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
+    assert not model_module.Critic(random_model("qwen2", 1))(batch).any()
+
+
+def test_critic_has_its_own_learning_rate(tmp_path):
+    case = prepared(tmp_path, *"--algo ppo --lr 1e-4 --critic_lr 1e-3 --lr_warmup 0".split())
+    case.step()
+    assert [o.param_groups[0]["lr"] for o in case.learner.optimizers.values()] == [1e-4, 1e-3]
+
+
+def test_skipped_steps_are_counted_and_maxima_kept(tmp_path):
+    case = prepared(tmp_path)
+    step = case.step()
+    steps = [step | {"skipped_steps": 1, "kl_max": x} for x in (3.0, 1.0)]
+    metrics = train.compute_metrics(case.batch, case.old, case.targets, steps)
+    assert (metrics["skipped_steps"], metrics["kl_max"]) == (2, 3.0)
+
+
+def test_best_of_a_resumed_run_is_that_of_all_its_iterations(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "evaluate_and_keep", lambda *args: seen.append(len(args[-1])) or 0.5)
+    for more in (["--iterations", 1], ["--iterations", 2, "--resume"]):
+        run_main(train, monkeypatch, *SMALL, "--eval_every", 1, *more, "--out", tmp_path / "run")
+    assert seen == [0, 1]  # lines of metrics.jsonl that the best is compared with
+
+
+def test_games_of_a_limited_evaluation_are_evenly_spaced():
+    assert evaluation.evenly_spaced([*range(10)], 4) == [0, 2, 5, 7]
+    assert [len(evaluation.evenly_spaced([*range(10)], n)) for n in (0, 99)] == [10, 10]
+
+
+def test_records_of_all_ranks_are_in_order(monkeypatch):
+    monkeypatch.setattr(evaluation, "world_size", lambda: 3)
+    monkeypatch.setattr(evaluation, "all_gather_list", list)
+    settings, records = types.SimpleNamespace(seed=0, max_num_seqs=1, history=2), []
+    for rank in range(3):
+        monkeypatch.setattr(evaluation, "rank", lambda: rank)
+        records += evaluation.play(None, list("abcdefg"), None, settings,
+                                   lambda sampler, games, *_, **__: [*games.items()][::-1])
+    assert records == list("abcdefg")
+
+
+def test_evaluation_uses_the_seed_history_and_number_of_games(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(evaluation, "trajectories",
+                        lambda *_, **options: seen.update(options) or [])
+    settings = types.SimpleNamespace(seed=5, history=1, max_num_seqs=3)
+    evaluation.play(None, ["a"], None, settings)
+    assert (seen["seed"][0], seen["history"], seen["max_num_seqs"]) == (5, 1, 3)
+
+
+def test_evaluation_counts_unplayed_games_as_lost(tmp_path, monkeypatch, capsys):
+    run_main(evaluation, monkeypatch, "--model", "tiny", "--max_new_tokens", 4, "--max_prompt", 10,
+             "--limit", 2, "--out", tmp_path)
+    assert "2 of 2 episodes ended because the next prompt" in capsys.readouterr().out
+    played = read_lines(tmp_path / "eval-tiny-test.jsonl")
+    assert all(episode["truncated"] and not episode["won"] for episode in played)
+
+
+def test_settings_of_a_run_hold_only_in_its_own_environment(tmp_path):
+    run = a_run(tmp_path / "run", 0.5, 1, horizon=4, max_prompt=99, data="x")
+    args = evaluation.make_parser("").parse_args(
+        ["--model", run, "--env", "tools.frozen_lake:FrozenLake"])
+    evaluation.complete(args)
+    assert (args.horizon, args.data, args.max_prompt) == (None, None, 2048)
+
+
+def test_evaluation_of_the_best_model_has_its_own_files(tmp_path):
+    run = a_run(tmp_path / "run", 0.5, 1)
+    os.makedirs(f"{run}/best")
+    record = {"task": 0, "category": "Pick", "won": True, "score": 1.0, "context_overflow": False}
+    for model in (run, f"{run}/best"):
+        args = evaluation.make_parser("").parse_args(["--model", model, "--limit", "1"])
+        evaluation.evaluate(args, lambda args: None, lambda *_, **__: [(0, record)])
+    assert {path.name for path in pathlib.Path(run).glob("eval-*.json")} == {
+        "eval-test.json", "eval-best-test.json"}
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--eval_every 1 --eval_games 0", "--eval_every needs --eval_games"),
+    ("--algo empg --old_logprobs rollout", "--algo empg needs entropies"),
+    ("--algo grpo --group_size 1", "--group_size must be above 1")])
+def test_settings_that_do_not_fit_each_other_are_refused(flags, says):
+    with pytest.raises(ValueError, match=says):
+        train.parse_config(flags.split())
+
+
+def test_limit_of_a_prompt_depends_on_the_context():
+    assert train.parse_config(["--context", "full"]).max_prompt is None
+    assert train.parse_config([]).max_prompt == 8192
+
+
+def test_defaults_are_those_of_the_readme():
+    text = pathlib.Path(f"{HERE}/README.md").read_text(encoding="utf-8")
+    c = train.Config()
+    for said in (f"R_max {c.r_max:g}", f"γ = λ = {c.gamma:g}", f"τ_v {c.tau_v:g}", f"c_V {c.c_v:g}",
+                 f"c_Q {c.c_q:g}", f"ε = ε_V = ε_Q = {c.clip:g}", f"c_H {c.c_h:g}",
+                 f"c_inv {c.c_inv:g}"):
+        assert said in " ".join(text.split()), said
+
+
+def test_task_ids_are_strings_or_integers():
+    class Mine(envs.House):
+        def tasks(self, split):
+            return [1.5]
+
+    with pytest.raises(ValueError, match="a task id is 1.5; it must be str or int"):
+        envs.tasks(Mine, "train")
+
+
+def test_command_that_would_make_a_response_invalid_is_refused():
+    with pytest.raises(ValueError, match="and the response would count as invalid"):
+        envs.as_command("\u5317")
+
+
+def test_workers_cannot_import_a_class_of_the_main_module():
+    Mine = type("Mine", (envs.House,), {"__module__": "__main__"})
+    with pytest.raises(ValueError, match="put the class into a module"):
+        Pool(Mine, workers=1)
+
+
+def test_worker_processes_are_shared_among_the_ranks(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32))
+    for ranks, workers in ((1, 16), (4, 4), (40, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert envs.default_workers("alfworld") == workers
+    assert envs.default_workers("house") == 0
+
+
+def test_workers_are_in_a_session_of_their_own():
+    with a_pool(1) as pool:
+        assert os.getsid(pool.procs[0].pid) != os.getsid(0)
+
+
+def test_house_that_is_too_small_is_refused():
+    for size in ({"places": 4}, {"objects": 1}):
+        with pytest.raises(ValueError, match="it needs 5 and 2 or more"):
+            make_env("house", **size)
+
+
+def test_heating_undoes_cooling():
+    env = make_env("house")
+    env.reset(GAMES[0])
+    env.holding = "mug 1"
+    for env.at, verb, state in (("fridge 1", "cool", "cold"), ("microwave 1", "heat", "hot"),
+                                ("sinkbasin 1", "clean", "hot and clean"),
+                                ("fridge 1", "cool", "cool and clean")):
+        env.act(f"{verb} mug 1 with {env.at}")
+        assert env.act("examine mug 1") == f"This is a {state} mug 1."
+
+
+def test_shop_rewards_only_a_score_of_one(shop_data):
+    env = make_env("webshop", data=shop_data)
+    env.reset(goal_of(env.shop, TASK))
+    for command in ("search[summer dresses]", "click[b00dress01]", "click[l]", "click[buy now]"):
+        _, reward, terminated, _, info = env.step(command)
+    assert 0 < info["score"] < 1 and (reward, terminated, info["won"]) == (0.0, True, False)
+
+
+def test_webshop_human_has_goals_by_people(shop_data):
+    env = make_env("webshop-human", data=shop_data)
+    assert env.reset("0000000")[1]["task"].startswith("i want a shirt")
+
+
+def test_unknown_split_of_alfworld_is_named(tmp_path):
+    from simulators.textworld import game_folders
+    with pytest.raises(ValueError, match="alfworld has no split 'dev'; known: train"):
+        game_folders(str(tmp_path), "dev")
+    with pytest.raises(FileNotFoundError, match="no games"):
+        game_folders(str(tmp_path), "train")
+
+
+def test_second_signal_stops_at_once(capfd):
+    stop = distributed.Stop()
+    stop.note()
+    stop.note()  # torchrun repeats the first one
+    stop.first_signal -= 2
+    with pytest.raises(KeyboardInterrupt):
+        stop.note()
+
+
+def test_abbreviated_flags_are_refused(monkeypatch):
+    with pytest.raises(SystemExit, match="unrecognized arguments: --iter 1"):
+        run_main(train, monkeypatch, "--iter", 1)
+
+
+def test_threads_are_chosen_unless_the_user_did(monkeypatch):
+    set_threads = mock.Mock()
+    monkeypatch.setattr(torch, "set_num_threads", set_threads)
+    cli.choose_threads(load(TINY_HOUSE).model)
+    assert not set_threads.called  # OMP_NUM_THREADS is set
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cli.choose_threads(load(TINY_HOUSE).model)
+    set_threads.assert_called_once_with(1)
+
+
+def test_run_remembers_every_commit_that_took_part(tmp_path, monkeypatch):
+    from runtime.test_checkpoint import SETTINGS
+    run, names = checkpoint.RunDir(tmp_path / "run"), iter("aba")
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "versions", lambda: {"git": next(names)})
+    for newest in (None, run.newest_checkpoint(), run.newest_checkpoint()):
+        run.begin(SETTINGS, newest)
+    assert run.settings()["git"] == "a, b"
+
+
+def test_file_is_no_folder_for_a_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file: name a folder"):
+        with checkpoint.RunDir(tmp_path / "file").lock(True):
+            pass
+
+
+def test_index_of_a_changed_catalogue_is_made_anew(tmp_path):
+    from simulators import webshop
+    files = webshop.data_files(write_catalogue(tmp_path / "shop"))
+    before = webshop.index_folder(files)
+    os.utime(files[0], ns=(1, 1))
+    assert webshop.index_folder(files) != before
+
+
+@CONTEXTS
+def test_scores_of_the_sampler_are_those_of_a_forward_pass(tmp_path, context):
+    found = [prepared(tmp_path, "--context", context, "--old_logprobs", which,
+                      "--tokens_per_micro_batch", 500).old for which in ("recompute", "rollout")]
+    for one, other in zip(*(old[:1] + old[2:4] for old in found)):
+        near(one, other)
+    assert found[0].p_v.any() and all(old.sampler_logprob_diff < 1e-4 for old in found)
+
+
+def test_back_from_an_item_leads_to_its_page_of_results(shop_data):
+    from simulators.webshop import Shop
+    shop = Shop(shop_data)
+    shop.enter(0)
+    for command in ("search[gadget]", "click[next >]", "click[b000000015]", "click[< prev]"):
+        shop.act(command)
+    assert "Page 2 (" in shop.observation()
+    shop.enter(goal_of(shop, TASK))
+    for command in ("search[summer dresses]", "click[b00dress01]", "click[buy now]"):
+        shop.act(command)
+    assert shop.score > 0
+    shop.act("search[gadget]")
+    assert shop.score == 0
+
+
+def test_reward_for_the_type_of_a_product():
+    from simulators import webshop
+    product = {"title": "", "query": "shoes", "nouns": ["shoe"], "product_category": "A \u203a B"}
+    goal = product | {"query": "boots", "nouns": ["shoe", *"abcdef"], "product_category": "B"}
+    assert webshop.type_reward(product, goal) == 0.5
+    assert webshop.type_reward(product, goal | {"product_category": "B \u203a A"}) == 1
+
+
+# ---- what users bring
+
+def a_case():
+    """A model, ids of tasks, and a pool of the house, with settings for an update."""
+    config = train.Config(horizon=4, batch_size=4, mini_batch=16, max_new_tokens=8, lr=4e-4,
+                          group_size=4)
+    return load(TINY_HOUSE), tasks("house", "train"), Pool("house", {"horizon": 4}), config
+
+
+def test_turns_of_two_rollouts_need_different_numbers():
+    lm, ids, pool, config = a_case()
+    sampler, learner = Sampler(lm, max_new_tokens=8), train.Learner(lm, config)
+    one, two, apart = (rollout(sampler, ids[n:n + 2], pool, trajs=trajs)
+                       for n, trajs in ((0, None), (2, None), (2, (2, 3))))
+    with pytest.raises(ValueError, match="the same trajectory number and index"):
+        learner.learn(one + two, 0)
+    assert learner.learn(one + apart, 0)["loss"]
+    with pytest.raises(ValueError, match="2 tasks need as many different numbers, and trajs has 1"):
+        rollout(sampler, ids[:2], pool, trajs=[0])
+
+
+def test_group_of_different_tasks_is_refused():
+    lm, ids, pool, config = a_case()
+    learner = train.LEARNERS["grpo"](lm, dataclasses.replace(config, algo="grpo"))
+    sampler = Sampler(lm, max_new_tokens=8)
+    with pytest.raises(ValueError, match="group of 4 trajectories has different tasks"):
+        learner.learn(rollout(sampler, ids[:4], pool), 0)
+    assert "loss" in learner.learn(rollout(sampler, ids[:1] * 4, pool), 0)
+
+
+def test_turns_that_were_changed_are_refused():
+    lm, ids, pool, config = a_case()
+    turns = rollout(Sampler(lm, max_new_tokens=8), ids[:2], pool)
+    shorter = dataclasses.replace(turns[0], action_ids=turns[0].action_ids[:-1])
+    with pytest.raises(ValueError, match="response tokens and . logp"):
+        make_samples([shorter, *turns[1:]], "window")
+    with pytest.raises(ValueError, match="turn 0 of trajectory 0 is missing"):
+        make_samples([turn for turn in turns if turn.turn], "full")
+
+
+def test_learner_fits_its_settings():
+    lm, ids, pool, config = a_case()
+    turns = rollout(Sampler(lm, max_new_tokens=8), ids[:2], pool)
+    for changed, why in (({"algo": "ppo"}, "needs train.LEARNERS"), ({"r_max": 1.0}, "r_max 10")):
+        with pytest.raises(ValueError, match=why):
+            train.Learner(lm, dataclasses.replace(config, **changed)).learn(turns, 0)
+
+
+def test_frozen_parameters_stay_as_they_are():
+    lm, ids, pool, config = a_case()
+    frozen = lm.model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    before, moved = frozen.clone(), lm.model.model.layers[0].mlp.down_proj.weight.clone()
+    train.Learner(lm, config).learn(rollout(Sampler(lm, max_new_tokens=8), ids[:4], pool), 0)
+    assert torch.equal(frozen, before)
+    assert not torch.equal(lm.model.model.layers[0].mlp.down_proj.weight, moved)
+    lm.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters of the model are frozen"):
+        train.Learner(lm, config)
+
+
+def test_calls_of_the_tokenizer_do_not_change_prompts():
+    lm = load(TINY_HOUSE)
+    before = lm.chat.encode_user_turn("go to the fridge")
+    lm.tokenizer("a b c d e f", truncation=True, max_length=3, padding="max_length")
+    assert lm.chat.encode_user_turn("go to the fridge") == before
+
+
+def test_wrapping_a_model_again_keeps_its_values():
+    lm = random_model("qwen2", 1)
+    lm.head.weight.data[[*lm.value_ids]] = 0.02
+    again = actor_critic(lm.model, lm.tokenizer)
+    assert again.value_ids == lm.value_ids and again.head.weight[[*lm.value_ids]].all()
+
+
+def test_head_with_a_hook_or_an_adapter_is_refused():
+    lm = random_model("qwen2", 1)
+    torch.nn.init.normal_(lm.head.weight)
+    hook = lm.head.register_forward_hook(lambda module, inputs, output: output * 0.1)
+    with pytest.raises(ValueError, match="not a plain linear layer"):
+        actor_critic(lm.model, lm.tokenizer)
+    hook.remove()
+    lm.head.lora = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="not a plain linear layer"):
+        actor_critic(lm.model, lm.tokenizer)
+
+
+def test_templates_without_a_beginning_of_the_response_are_refused():
+    template = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}\n{% endfor %}"
+    with pytest.raises(ValueError, match="ignores add_generation_prompt"):
+        model_module.Chat(byte_level(template))
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--lr nan", "--lr must be at least 0 and finite; it is nan"), ("--gamma 2", "at most 1"),
+    ("--max_num_seqs -1", "at least 1"), ("--history -1", "at least 0"), ("--r_max inf", "finite")])
+def test_settings_have_ranges(flags, says):
+    with pytest.raises(ValueError, match=says):
+        train.parse_config(flags.split())
+
+
+def test_settings_without_effect_are_named(capsys):
+    train.parse_config("--algo ppo --gamma 0.9".split())
+    assert "--gamma has no effect with --algo ppo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"temperature": -0.4}, {"temperature": math.inf},
+                                     {"max_new_tokens": 0}])
+def test_sampler_refuses_settings_that_have_no_meaning(options):
+    with pytest.raises(ValueError, match="must be at least 1 and at least 0"):
+        Sampler(load(TINY_HOUSE), **options)
+
+
+def test_environments_take_what_their_flags_name():
+    class Mine(envs.Env):
+        def __init__(self):
+            pass
+
+    with pytest.raises(ValueError, match="must take what its `flags` name, horizon"):
+        make_env(Mine, horizon=3)
+    Mine.flags = ()
+    with pytest.raises(ValueError, match="--horizon has no effect"):
+        train.check(train.Config(env=Mine, horizon=3))
+
+
+def test_integers_do_not_truncate_advantages():
+    traj, group, score = torch.arange(4), torch.zeros(4), torch.tensor([1, 0, 1, 0])
+    for estimate in (sapo.grpo_advantages, sapo.rloo_advantages):
+        near(estimate(traj, group, score), estimate(traj, group, score.float()))
+    near(normalize_advantages(score), normalize_advantages(score.float()))
+    with pytest.raises(ValueError, match="other rewards"):
+        zero = torch.zeros(2)
+        turn_targets(zero, zero, torch.tensor([0.0, 1]), zero, zero, zero, gamma=1.0, lam=1.0)
 
 
 # ------------------------------------------------------------------------------------ the files

@@ -83,15 +83,24 @@ def accumulate_gradients(model, micros, loss_of, gradient_checkpointing=False):
     return infos
 
 
+def trainable_parameters(model) -> list:
+    """The parameters that are not frozen. ValueError: all are."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("all parameters of the model are frozen: requires_grad is False")
+    return trained
+
+
 def optimizer_step(model, optimizer, infos):
     """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or the
     gradient norm is not finite. Returns the infos summed over micro-batches and ranks (for names
     that end in _max, their maximum), the gradient norm before clipping, and skipped_steps, 0 or 1.
     """
-    for p in model.parameters():
+    trained = trainable_parameters(model)
+    for p in trained:
         p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
-    all_reduce_sum([p.grad for p in model.parameters()])
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
+    all_reduce_sum([p.grad for p in trained])
+    norm = float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP))
     values = [torch.stack([*info.values()]) for info in infos]
     values = torch.stack(values).tolist() if values else []  # one host sync for all of them
     infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
@@ -141,8 +150,9 @@ class Learner:
         # the trained models, by the suffix of their metrics' names
         self.models = {"": lm.model} | ({"_critic": self.critic} if self.critic else {})
         state_dtype = getattr(torch, config.optim_state_dtype)
-        self.optimizers = {suffix: AdamW(model.parameters(), config.lr, state_dtype=state_dtype)
-                           for suffix, model in self.models.items()}
+        self.optimizers = {
+            suffix: AdamW(trainable_parameters(model), config.lr, state_dtype=state_dtype)
+            for suffix, model in self.models.items()}
         self.steps = 0  # steps tried, skipped ones included
         self.failed = 0  # how many of the latest steps in a row were skipped
 
@@ -251,6 +261,7 @@ class Learner:
 
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 in one call, as in `train`, for a loop of your own. Returns metrics."""
+        check_learner(self, self.config)
         batch, minibatches = make_minibatches(turns, self.config, iteration, self.lm.device)
         old = self.score_behaviour_policy(batch, minibatches)
         ref = self.score_reference(minibatches)
@@ -331,6 +342,12 @@ def make_samples(turns: list[Turn], context: str) -> list:
         if context == "window" or not samples or turn.traj != samples[-1][2][-1].traj:
             samples.append(([], [], []))
         ids, spans, members = samples[-1]
+        if len(turn.logp) != len(turn.action_ids):
+            raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
+                             f"{len(turn.action_ids)} response tokens and {len(turn.logp)} logp")
+        if context == "full" and turn.turn != len(members):
+            raise ValueError(f"turn {len(members)} of trajectory {turn.traj} is missing, or the "
+                             "turns are not in order; context full needs all of them")
         ids += turn.prompt_ids + turn.action_ids
         spans.append((len(ids) - len(turn.action_ids), len(ids)))
         members.append(turn)
@@ -342,9 +359,13 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
     mini_batch) mini-batches of nearly equal size (fewer if one sample has more turns than that
     size). Returns this rank's turns, and for each mini-batch the list of this rank's
     micro-batches, which may be empty."""
-    mine = {(members[0].traj, members[0].turn): (ids, spans, members)
-            for ids, spans, members in make_samples(turns, config.context)}
-    sizes = all_gather_list([(key, len(members)) for key, (*_, members) in mine.items()])
+    samples = [((sample[2][0].traj, sample[2][0].turn), sample)
+               for sample in make_samples(turns, config.context)]
+    mine = dict(samples)
+    sizes = all_gather_list([(key, len(members)) for key, (*_, members) in samples])
+    if len(dict(sizes)) < len(sizes):
+        raise ValueError("two turns have the same trajectory number and index: give every rollout "
+                         "of an update, and every rank, other numbers with rollout(..., trajs=)")
     if not sizes:
         raise ValueError("the first prompt of every task is too long: raise --max_prompt, or lower "
                          "--max_new_tokens")
@@ -425,6 +446,7 @@ class Run:
         check_parts(learner, pool, config)
         self.task_ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
         self.trajectory_ids = range(rank(), config.batch_size, world_size())  # this rank's
+        checkpoint = checkpoint and Path(checkpoint)
         self.first_iteration = iterations_of(checkpoint)
         self.iterations_done = self.iterations_saved = self.first_iteration
         self.signals = stop.handle_signals()
@@ -436,6 +458,8 @@ class Run:
             self.lines = self.folder.metrics_of(self.iterations_done)
         if checkpoint:
             learner.restore(checkpoint)
+            if self.folder and rank() == 0:
+                self.folder.delete_results()
         self.wandb = init_wandb(config) if config.wandb and rank() == 0 else None
 
     def __enter__(self):
@@ -725,6 +749,17 @@ PRESETS = {
                  max_prompt=8192, lr=4e-4, critic_lr=4e-4, lr_warmup=20, lr_final_fraction=0.0,
                  mini_batch=128, tokens_per_micro_batch=4096),
     "tiny in house": dict(iterations=24)}  # the fewest with which five seeds end above 95 %
+# Settings that only some of the methods use.
+EFFECTIVE = {"gamma": ("sapo", "sapo-separate", "gigpo", "gigpo-nostd"),
+             "gae_lambda": ("sapo", "sapo-separate"), "c_v": ("sapo",), "c_q": ("sapo",),
+             "critic_lr": ("sapo-separate", "ppo")}
+FINITE = sys.float_info.max
+RANGES = (  # (smallest, largest, settings)
+    (1, FINITE, "iterations batch_size group_size horizon max_new_tokens mini_batch save_every "
+                "tokens_per_micro_batch max_num_seqs max_prompt"),
+    (0, FINITE, "seed history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta "
+                "c_v c_q c_h c_inv clip"),
+    (0, 1, "gamma gae_lambda"), (1e-6, FINITE, "r_max tau_v"))
 # What may change when a run is resumed: its length and surroundings, and what saves memory.
 RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
                   "max_prompt", "tokens_per_micro_batch", "gradient_checkpointing", "compile",
@@ -749,6 +784,9 @@ def parse_config(argv: list[str] = ()) -> Config:
         raise ValueError(f"--resume: {out} was started with different settings "
                          f"({'; '.join(conflicts)})")
     check(config)
+    for name, algos in EFFECTIVE.items():
+        if name in given and config.algo not in algos:
+            print0(f"Warning: --{name} has no effect with --algo {config.algo}")
     for split_name in ("train", envs.env_class(config.env).held_out[0]):  # whether data is missing
         envs.tasks(config.env, split_name, **envs.options_for(vars(config)))
     return config
@@ -765,7 +803,7 @@ def defaults_for(config: Config) -> dict:
 
 def presets_for(config: Config) -> dict:
     """The PRESETS that apply."""
-    out = dict(PRESETS["webshop"]) if str(config.env).startswith("webshop") else {}
+    out = dict(PRESETS["webshop"]) if config.env in ("webshop", "webshop-human") else {}
     out |= PRESETS["tiny"] if is_tiny(config.model) else {}
     out |= PRESETS["tiny in house"] if (config.model, config.env) == ("tiny", "house") else {}
     return out if config.context == "window" else out | {"max_prompt": None}  # the model's limit
@@ -773,13 +811,16 @@ def presets_for(config: Config) -> dict:
 
 def check(c: Config) -> None:
     """ValueError: settings do not fit each other."""
-    for k in envs.OPTIONS:
-        if k not in envs.env_class(c.env).flags and getattr(c, k) != getattr(Config, k):
+    env = envs.env_class(c.env)
+    for k in (*envs.OPTIONS, "horizon"):
+        default = env.horizon if k == "horizon" else getattr(Config, k)
+        if k not in env.flags and getattr(c, k) != default:
             raise ValueError(f"--{k} has no effect with --env {c.env}")
-    for k in ("iterations", "batch_size", "group_size", "horizon", "max_new_tokens", "mini_batch",
-              "tokens_per_micro_batch", "save_every"):
-        if getattr(c, k) < 1:
-            raise ValueError(f"--{k} must be at least 1")
+    for low, high, names in RANGES:
+        for k in names.split():
+            if (value := getattr(c, k)) is not None and not low <= value <= high:
+                limit = f"at most {high}" if high < FINITE else "finite"
+                raise ValueError(f"--{k} must be at least {low} and {limit}; it is {value}")
     if c.group_size == 1 and LEARNERS[c.algo] is GroupBased:
         raise ValueError(f"--algo {c.algo} compares trajectories: --group_size must be above 1")
     if c.batch_size % c.group_size:
@@ -793,19 +834,24 @@ def check(c: Config) -> None:
         raise ValueError("--algo empg needs entropies, which --old_logprobs rollout does not give")
 
 
-def check_parts(learner: Learner, pool: envs.Pool, c: Config) -> None:
-    """ValueError: the learner or the pool has other settings than these."""
+def check_learner(learner: Learner, c: Config) -> None:
+    """ValueError: the learner is of another method, or its model has other settings."""
     lm, expected = learner.lm, LEARNERS[c.algo]
     if not isinstance(learner, expected):
         raise ValueError(f"algo {c.algo!r} needs train.LEARNERS[{c.algo!r}], {expected.__name__}, "
                          f"and not {type(learner).__name__}")
+    if (lm.tau_v, lm.r_max) != (c.tau_v, c.r_max):
+        raise ValueError(f"the model has tau_v {lm.tau_v:g} and r_max {lm.r_max:g}, the settings "
+                         f"have {c.tau_v:g} and {c.r_max:g}")
+
+
+def check_parts(learner: Learner, pool: envs.Pool, c: Config) -> None:
+    """ValueError: the learner or the pool has other settings than these."""
+    check_learner(learner, c)
     may_differ = RESUME_MUTABLE - {"iterations"}  # the learning rate depends on iterations
     if other := [k for k, value in vars(c).items()
                  if k not in may_differ and getattr(learner.config, k) != value]:
         raise ValueError(f"the learner was made with another {', '.join(other)}")
-    if (lm.tau_v, lm.r_max) != (c.tau_v, c.r_max):
-        raise ValueError(f"the model has tau_v {lm.tau_v:g} and r_max {lm.r_max:g}, the settings "
-                         f"have {c.tau_v:g} and {c.r_max:g}")
     if pool.env is not envs.env_class(c.env):
         raise ValueError(f"the pool plays {pool.env.__name__}, and the settings say {c.env}")
     for k in pool.env.flags:  # what the pool was not given has the environment's default
@@ -916,6 +962,14 @@ class GroupBased(PolicyLearner):
     whichever rank they were played. The penalty for invalid actions is subtracted from the
     advantage."""
 
+    def learn(self, turns, iteration):
+        size, task_of = self.config.group_size, {}
+        for turn in turns:
+            if task_of.setdefault(turn.traj // size, turn.task) != turn.task:
+                raise ValueError(f"a group of {size} trajectories has different tasks: play each "
+                                 "task group_size times, under consecutive numbers")
+        return super().learn(turns, iteration)
+
     def targets(self, batch, old):
         c = self.config
         entropy = zeros = torch.zeros_like(batch.reward)  # only EMPG needs entropies
@@ -984,8 +1038,9 @@ class PPO(SeparateCritic):
         c, value = self.config, old.p_v
         returns = episode_returns(batch.traj, batch.reward)
         reward = (returns - c.c_inv * batch.invalid) / c.r_max
-        columns = torch.arange(c.max_new_tokens, device=value.device)
-        mask = columns < batch.turn_of.bincount()[:, None]  # (N, T)
+        lengths = batch.turn_of.bincount()[:, None]  # (N, 1)
+        longest = max([c.max_new_tokens, *lengths.flatten().tolist()])
+        mask = torch.arange(longest, device=value.device) < lengths  # (N, T)
         table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)
         adv, y_v = (x[mask] for x in token_gae(table, mask, reward))
         adv = normalize_advantages(adv, group=process_group())

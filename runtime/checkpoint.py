@@ -115,7 +115,10 @@ class RunDir:
     def metrics(self) -> list[dict]:
         """metrics.jsonl, without a last line that is still being written."""
         lines = (self / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-        return [renamed(json.loads(line)) for line in lines if line.endswith(b"\n")]
+        metrics = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        if not all(isinstance(line, dict) for line in metrics):
+            raise ValueError("metrics.jsonl has a line that is no JSON object")
+        return [renamed(line) for line in metrics]
 
     def metrics_of(self, iterations: int) -> list[dict]:
         """metrics.jsonl of a run that has done so many iterations; creates the folder if there is
@@ -163,9 +166,8 @@ class RunDir:
         return []
 
     def begin(self, settings: dict, checkpoint: Path | None = None) -> None:
-        """Writes config.json. For a resumed run it also cuts metrics.jsonl back to the checkpoint
-        and deletes what the end of the run had written. Only rank 0 calls it. ValueError: there are
-        iterations that no checkpoint covers."""
+        """Writes config.json. For a resumed run it also cuts metrics.jsonl back to the checkpoint.
+        Only rank 0 calls it. ValueError: there are iterations that no checkpoint covers."""
         log, made_with = self / "metrics.jsonl", versions()
         lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
         if not checkpoint and len(lines) > settings["save_every"]:
@@ -178,11 +180,15 @@ class RunDir:
                 print0(f"Warning: these games differ from those that {self.path} was started with")
             commits = [*before["git"].split(", "), made_with["git"]]
             made_with["git"] = ", ".join(dict.fromkeys(commits))  # every commit that took part
-            shutil.rmtree(self / "final", ignore_errors=True)
-            for path in self.path.glob("eval*"):
-                path.unlink()
         write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
         write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
+
+    def delete_results(self) -> None:
+        """Deletes the final weights and their evaluations, which a resumed run writes anew."""
+        shutil.rmtree(self / "final", ignore_errors=True)
+        for path in self.path.glob("eval*.json*"):
+            if path.is_file():
+                path.unlink()
 
     def newest_checkpoint(self) -> Path | None:
         """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""
@@ -194,7 +200,8 @@ class RunDir:
         write_folder(self / f"checkpoint-{iterations}", fill)
         if rank() == 0:
             for older in self.path.glob("checkpoint-*"):
-                if older.name != f"checkpoint-{iterations}":
+                ours = older.name[11:].isdigit() and any(older.glob("learner-*.pt"))
+                if ours and older.name != f"checkpoint-{iterations}":
                     shutil.rmtree(older, ignore_errors=True)
 
 

@@ -30,12 +30,25 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
     newest = run.newest_checkpoint()
     assert checkpoints(path) == {2: newest}
     run.begin(SETTINGS, newest)
+    assert (path / "final").is_dir()  # until the checkpoint is loaded
+    run.delete_results()
     assert (path / "metrics.jsonl").read_text() == '{"iteration": 0}\n{"iteration": 1}\n'
     assert {path.name for path in path.iterdir()} == {"metrics.jsonl", "config.json",
                                                       "checkpoint-2", "best"}
     shutil.rmtree(newest)
     with pytest.raises(ValueError, match="2 iterations and no checkpoint"):
         run.begin(SETTINGS)
+
+
+def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
+    foreign = {"checkpoint-500", "checkpoint-best", "checkpoint-1.bak"}
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-1.bak/learner-0.pt").touch()
+    for n in (1, 2):
+        RunDir(tmp_path).save_checkpoint(
+            n, lambda folder: checkpoint.write_file(f"{folder}/learner-0.pt", ""))
+    assert {path.name for path in tmp_path.iterdir()} == foreign | {"checkpoint-2"}
 
 
 LOCK = ("from runtime.checkpoint import RunDir\n"
