@@ -158,6 +158,12 @@ def group_runs(folders, finished=False):
             print(f"skipping {folder}: {error}", file=sys.stderr)
     if not groups:
         raise ValueError("none of these folders can be used")
+    for label, runs in groups.items():
+        differing = [name for name in ("env", "model", "algo", "lr", "batch_size")
+                     if len({str(run.config.get(name)) for run in runs}) > 1]
+        if differing:
+            print(f"Warning: the runs {label}-* count as seeds of one method, but differ in "
+                  f"{', '.join(differing)}", file=sys.stderr)
     return groups
 
 

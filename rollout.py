@@ -232,9 +232,10 @@ class Sampler:
                  max_prompt: int | None = None, check: bool = True):
         if engine not in ("kv", "hf") or context not in ("window", "full"):
             raise ValueError(f"engine {engine!r}, context {context!r}; known: kv, hf; window, full")
-        if max_new_tokens < 1 or not 0 <= temperature < float("inf"):
-            raise ValueError(f"max_new_tokens is {max_new_tokens} and temperature {temperature}; "
-                             "they must be at least 1 and at least 0")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1; it is {max_new_tokens}")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0 and finite; it is {temperature}")
         self.lm, self.engine, self.context = lm, engine, context
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new_tokens)

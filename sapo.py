@@ -61,7 +61,7 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
                          f"{ids[gaps].tolist()[:8]}")
     r, d, v, q = table(reward), table(done), table(v_old), table(q_old)
     if (r[row, col] != reward.to(r.dtype)).any():
-        raise ValueError("turn_targets: two turns with one trajectory and index have other rewards")
+        raise ValueError("turn_targets: two turns of one number have different rewards")
     adv = torch.zeros_like(v)
     for t in reversed(range(longest)):
         delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4

@@ -344,7 +344,8 @@ def make_samples(turns: list[Turn], context: str) -> list:
         ids, spans, members = samples[-1]
         if len(turn.logp) != len(turn.action_ids):
             raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
-                             f"{len(turn.action_ids)} response tokens and {len(turn.logp)} logp")
+                             f"{len(turn.action_ids)} response tokens and {len(turn.logp)} "
+                             "log-probs")
         if context == "full" and turn.turn != len(members):
             raise ValueError(f"turn {len(members)} of trajectory {turn.traj} is missing, or the "
                              "turns are not in order; context full needs all of them")
@@ -883,6 +884,13 @@ def first_game(config, pool):
     return first, hashlib.sha256(json.dumps([ids, first[0]]).encode()).hexdigest()[:16]
 
 
+def fingerprint(model) -> str:
+    """A short text that differs for models with different weights: a hash of each parameter's first
+    numbers."""
+    first = torch.cat([p.detach().flatten()[:64].float().cpu() for p in model.parameters()])
+    return hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16]
+
+
 def load_initial_model(config, pool, first) -> ActorCritic:
     """Loads the model that training starts from. first: (obs, info) of a game, for a prompt.
     ValueError: the value readouts of that prompt are saturated."""
@@ -928,7 +936,8 @@ def train_and_evaluate(config: Config) -> None:
         # allocates all that training keeps, so that a lack of memory shows before the evaluation
         learner = LEARNERS[config.algo](lm, config)
         if rank() == 0:
-            folder.begin(vars(config) | {"games": games}, checkpoint)
+            folder.begin(vars(config) | {"games": games, "initial_weights": fingerprint(lm.model)},
+                         checkpoint)
         before = broadcast_object(read_json(folder / "before.json"))
         if not before:
             before = evaluation.evaluate_config(lm, pool, config)

@@ -176,8 +176,10 @@ class RunDir:
         if checkpoint:
             print0(f"resuming {self.path} after {iterations_of(checkpoint)} iterations")
             before = self.settings()
-            if before.get("games", settings.get("games")) != settings.get("games"):
-                print0(f"Warning: these games differ from those that {self.path} was started with")
+            for name in ("games", "initial_weights"):
+                if before.get(name, settings.get(name)) != settings.get(name):
+                    print0(f"Warning: these {name.replace('_', ' ')} differ from those that "
+                           f"{self.path} was started with")
             commits = [*before["git"].split(", "), made_with["git"]]
             made_with["git"] = ", ".join(dict.fromkeys(commits))  # every commit that took part
         write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
