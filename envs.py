@@ -130,7 +130,7 @@ class PromptBuilder:
 
 class HouseholdPrompts(PromptBuilder):
     full_first, full_later = FULL_FIRST, FULL_LATER
-    works_always = "go to ", "inventory", "look"  # though a step to where one is has no effect
+    works_always = "go to ", "inventory", "look"  # even to where one is already
 
 
 class ShopPrompts(PromptBuilder):

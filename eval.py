@@ -8,9 +8,9 @@
                                                     success reaches 62 %, explained variance
     python eval.py --plot runs/* --reach 0.62       the same as curves over episodes
 
-Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard error.
-In tables and curves it is that of a mean over seeds, or of a difference of two such means; in the
-line that --model prints, that of a mean over games. Each held-out game is played once per
+Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard
+error. In tables and curves it is that of a mean over seeds, or of a difference of two such means;
+in the line that --model prints, that of a mean over games. Each held-out game is played once per
 temperature.
 """
 import contextlib

@@ -368,8 +368,7 @@ class Chat:
                 token.content for token in tokenizer.added_tokens_decoder.values())):
             self.between = self.between.lstrip()  # a model ends its response without the blank
         header = text.partition(self.USER)[2].partition(self.RESPONSE)[0].partition("<think>")[0]
-        without = tokenizer.apply_chat_template([{"role": "user", "content": self.USER}],
-                                                tokenize=False)
+        without = self.render(self.USER, begin_response=False)
         if without == self.begin + self.USER + self.end and not self.end.startswith(
                 header.rstrip()):
             raise ValueError("the chat template ignores add_generation_prompt, so nothing would "
@@ -379,12 +378,12 @@ class Chat:
         prefix = re.search(r"<think>(?!.*<think>).*", self.end, re.S)
         self.response_prefix = prefix[0] if prefix and not self.control.search(prefix[0]) else ""
 
-    def render(self, *contents: str) -> str:
+    def render(self, *contents: str, begin_response: bool = True) -> str:
         """Messages of user and assistant in turn -> text, up to where the next response begins."""
         roles = ("user", "assistant") * len(contents)
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents)]
         return self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                  add_generation_prompt=True)
+                                                  add_generation_prompt=begin_response)
 
     def protect(self, ids) -> None:
         """From now on, `encode` produces no control token from the text that it is given: no

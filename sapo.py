@@ -110,7 +110,7 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
     mean = mean / count.clamp(min=1)  # before the variance, to avoid cancellation
     variance = total((is_turn * (adv64 - mean) ** 2).sum()) / count.clamp(min=1)
     normalized = (adv64 - mean) / (variance.sqrt() + eps)  # Eq. 7
-    return torch.where(is_turn > 0, normalized, 0.0).to(floating(adv).dtype)
+    return torch.where(is_turn > 0, normalized, 0.0).to(float_dtype(adv))
 
 
 # ----------------------------------------------------------------------------------- the losses
@@ -121,9 +121,9 @@ def masked(mask: Tensor | None, x: Tensor) -> Tensor:
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
-def floating(x: Tensor) -> Tensor:
-    """x, with integers and booleans as float32, because advantages are fractions."""
-    return x if x.is_floating_point() else x.float()
+def float_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of advantages made from x: float32 for integers, because they are fractions."""
+    return x.dtype if x.is_floating_point() else torch.float32
 
 
 def check_shapes(*tensors) -> None:
@@ -282,7 +282,7 @@ def grpo_advantages(traj: Tensor, group: Tensor, score: Tensor, *, std: bool = T
     return -> (N,), equal for all turns of a trajectory. Every trajectory counts once, whatever its
     length."""
     score_of, group_of, row = per_trajectory(traj, group, score)
-    return relative_to_group(score_of, group_of, std, eps)[row].to(floating(score).dtype)
+    return relative_to_group(score_of, group_of, std, eps)[row].to(float_dtype(score))
 
 
 @torch.no_grad()
@@ -291,7 +291,7 @@ def rloo_advantages(traj: Tensor, group: Tensor, score: Tensor) -> Tensor:
     trajectories, which is n / (n - 1) (score - mean), with the mean of all n."""
     score_of, group_of, row = per_trajectory(traj, group, score)
     mean, size = group_mean(score_of, group_of)
-    return ((score_of - mean) * size / (size - 1).clamp(min=1))[row].to(floating(score).dtype)
+    return ((score_of - mean) * size / (size - 1).clamp(min=1))[row].to(float_dtype(score))
 
 
 @torch.no_grad()
@@ -307,7 +307,7 @@ def gigpo_advantages(traj: Tensor, turn: Tensor, group: Tensor, state: Tensor, r
     step = discounted_returns(traj, turn, reward.double(), gamma=gamma)
     step = relative_to_group(step, anchor, std, eps)
     adv = grpo_advantages(traj, group, score, std=std, eps=eps) + weight * step
-    return adv.to(floating(reward).dtype)
+    return adv.to(float_dtype(reward))
 
 
 @torch.no_grad()
@@ -339,7 +339,7 @@ def token_gae(value: Tensor, mask: Tensor, score: Tensor, *, gamma: float = 1.0,
     token; mask (B, T) is 1 on response tokens, which need not be adjacent; score (B,) is the reward
     of the last of them -> (adv, target), each (B, T), 0 outside of the mask."""
     check_shapes(value, mask)
-    check_shapes(value[:, 0] if value.shape[1] else score, score)
+    check_shapes(mask.any(1), score)
     mask, adv = mask.bool(), torch.zeros_like(value)
     next_value, gae, reward = torch.zeros_like(score), torch.zeros_like(score), score
     for t in reversed(range(value.shape[1])):

@@ -3180,12 +3180,12 @@ def test_evaluation_of_the_best_model_has_its_own_files(tmp_path):
         "eval-test.json", "eval-best-test.json"}
 
 
-@pytest.mark.parametrize("flags, says", [
+@pytest.mark.parametrize("flags, message", [
     ("--eval_every 1 --eval_games 0", "--eval_every needs --eval_games"),
     ("--algo empg --old_logprobs rollout", "--algo empg needs entropies"),
     ("--algo grpo --group_size 1", "--group_size must be above 1")])
-def test_settings_that_do_not_fit_each_other_are_refused(flags, says):
-    with pytest.raises(ValueError, match=says):
+def test_settings_that_do_not_fit_each_other_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
         train.parse_config(flags.split())
 
 
@@ -3197,10 +3197,10 @@ def test_limit_of_a_prompt_depends_on_the_context():
 def test_defaults_are_those_of_the_readme():
     text = pathlib.Path(f"{HERE}/README.md").read_text(encoding="utf-8")
     c = train.Config()
-    for said in (f"R_max {c.r_max:g}", f"γ = λ = {c.gamma:g}", f"τ_v {c.tau_v:g}", f"c_V {c.c_v:g}",
-                 f"c_Q {c.c_q:g}", f"ε = ε_V = ε_Q = {c.clip:g}", f"c_H {c.c_h:g}",
-                 f"c_inv {c.c_inv:g}"):
-        assert said in " ".join(text.split()), said
+    for default in (f"R_max {c.r_max:g}", f"γ = λ = {c.gamma:g}", f"τ_v {c.tau_v:g}",
+                    f"c_V {c.c_v:g}", f"c_Q {c.c_q:g}", f"ε = ε_V = ε_Q = {c.clip:g}",
+                    f"c_H {c.c_h:g}", f"c_inv {c.c_inv:g}"):
+        assert default in " ".join(text.split()), default
 
 
 def test_task_ids_are_strings_or_integers():
@@ -3447,11 +3447,11 @@ def test_templates_without_a_beginning_of_the_response_are_refused():
         model_module.Chat(byte_level(template))
 
 
-@pytest.mark.parametrize("flags, says", [
+@pytest.mark.parametrize("flags, message", [
     ("--lr nan", "--lr must be at least 0 and finite; it is nan"), ("--gamma 2", "at most 1"),
     ("--max_num_seqs -1", "at least 1"), ("--history -1", "at least 0"), ("--r_max inf", "finite")])
-def test_settings_have_ranges(flags, says):
-    with pytest.raises(ValueError, match=says):
+def test_settings_have_ranges(flags, message):
+    with pytest.raises(ValueError, match=message):
         train.parse_config(flags.split())
 
 

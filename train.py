@@ -751,9 +751,9 @@ PRESETS = {
                  mini_batch=128, tokens_per_micro_batch=4096),
     "tiny in house": dict(iterations=24)}  # the fewest with which five seeds end above 95 %
 # Settings that only some of the methods use.
-EFFECTIVE = {"gamma": ("sapo", "sapo-separate", "gigpo", "gigpo-nostd"),
-             "gae_lambda": ("sapo", "sapo-separate"), "c_v": ("sapo",), "c_q": ("sapo",),
-             "critic_lr": ("sapo-separate", "ppo")}
+USED_BY = {"gamma": ("sapo", "sapo-separate", "gigpo", "gigpo-nostd"),
+           "gae_lambda": ("sapo", "sapo-separate"), "c_v": ("sapo",), "c_q": ("sapo",),
+           "critic_lr": ("sapo-separate", "ppo")}
 FINITE = sys.float_info.max
 RANGES = (  # (smallest, largest, settings)
     (1, FINITE, "iterations batch_size group_size horizon max_new_tokens mini_batch save_every "
@@ -785,7 +785,7 @@ def parse_config(argv: list[str] = ()) -> Config:
         raise ValueError(f"--resume: {out} was started with different settings "
                          f"({'; '.join(conflicts)})")
     check(config)
-    for name, algos in EFFECTIVE.items():
+    for name, algos in USED_BY.items():
         if name in given and config.algo not in algos:
             print0(f"Warning: --{name} has no effect with --algo {config.algo}")
     for split_name in ("train", envs.env_class(config.env).held_out[0]):  # whether data is missing
@@ -887,8 +887,8 @@ def first_game(config, pool):
 def fingerprint(model) -> str:
     """A short text that differs for models with different weights: a hash of each parameter's first
     numbers."""
-    first = torch.cat([p.detach().flatten()[:64].float().cpu() for p in model.parameters()])
-    return hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16]
+    first = torch.cat([p.detach().flatten()[:64].float() for p in model.parameters()])
+    return hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def load_initial_model(config, pool, first) -> ActorCritic:
@@ -1048,7 +1048,7 @@ class PPO(SeparateCritic):
         returns = episode_returns(batch.traj, batch.reward)
         reward = (returns - c.c_inv * batch.invalid) / c.r_max
         lengths = batch.turn_of.bincount()[:, None]  # (N, 1)
-        longest = max([c.max_new_tokens, *lengths.flatten().tolist()])
+        longest = max([c.max_new_tokens, *(len(turn.logp) for turn in batch.turns)])
         mask = torch.arange(longest, device=value.device) < lengths  # (N, T)
         table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)
         adv, y_v = (x[mask] for x in token_gae(table, mask, reward))

@@ -202,8 +202,9 @@ class RunDir:
         write_folder(self / f"checkpoint-{iterations}", fill)
         if rank() == 0:
             for older in self.path.glob("checkpoint-*"):
-                ours = older.name[11:].isdigit() and any(older.glob("learner-*.pt"))
-                if ours and older.name != f"checkpoint-{iterations}":
+                # another program's folder may have such a name
+                written_here = older.name[11:].isdigit() and any(older.glob("learner-*.pt"))
+                if written_here and older.name != f"checkpoint-{iterations}":
                     shutil.rmtree(older, ignore_errors=True)
 
 
