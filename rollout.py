@@ -27,28 +27,30 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from model import (ActorCritic, excess_error, float32_logits, in_float32, load, make_batch,
-                   micro_batches, restricted_log_softmax, sample_token, uses_full_attention)
+                   micro_batches, pieces_of_cache, restricted_log_softmax, sample_token,
+                   uses_full_attention)
 
 # ----------------------------------------------------------------- the decode state, on the device
 
 class LayerCache:
-    """Keys and values of one layer, (R, H', S + 1, E). Padding is written to the last position."""
+    """Keys and values of one layer, (R, S + 1, H', E). Padding is written to the last position."""
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
         # set by DecodeState.forward: where to write, and what to read
-        self.write_index = self.kv_length = self.read_slots = None
+        self.write_index = self.kv_length = self.read_slots = self.masked = None
 
     def update(self, k, v, *args, **kwargs):
         """Writes k, v (R, H', T, E) where `forward` said -> the keys and values to attend to."""
         slot, position = self.write_index  # they broadcast to (R, T)
-        # indexing keys.transpose(1, 2) instead would make the compiled step copy the whole cache
-        self.keys[slot, :, position] = k.transpose(1, 2)
-        self.values[slot, :, position] = v.transpose(1, 2)
+        self.keys[slot, position] = k.transpose(1, 2)
+        self.values[slot, position] = v.transpose(1, 2)
         if not self.kv_length:  # new sequences: all they attend to is in k and v
             return k, v
         slots = slice(len(k)) if self.read_slots is None else self.read_slots
-        return self.keys[slots, :, :self.kv_length], self.values[slots, :, :self.kv_length]
+        last = self.kv_length if self.masked else None  # attention in pieces takes the whole cache
+        return (self.keys[slots, :last].transpose(1, 2),
+                self.values[slots, :last].transpose(1, 2))
 
 
 class DecodeState:
@@ -65,9 +67,11 @@ class DecodeState:
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
         self.backbone = lm.model.base_model
+        self.in_pieces = False  # whether decoding uses model.attention_in_pieces; set by set_up
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
-        self.layers = [LayerCache(layer.keys[:0, :, :1], layer.values[:0, :, :1])
+        self.layers = [LayerCache(layer.keys[:0, :, :1].transpose(1, 2).contiguous(),
+                                  layer.values[:0, :, :1].transpose(1, 2).contiguous())
                        for layer in out[self.cache_name].layers]
         self.max_length = 0  # S
         like = out.last_hidden_state
@@ -85,8 +89,8 @@ class DecodeState:
         """Grows to `slots` slots of `max_length` positions, and keeps the contents."""
         more, longer = slots - len(self.position), max_length - self.max_length
         for layer in self.layers:  # one at a time, so that only one layer exists twice
-            layer.keys = F.pad(layer.keys, (0, 0, 0, longer, 0, 0, 0, more))
-            layer.values = F.pad(layer.values, (0, 0, 0, longer, 0, 0, 0, more))
+            layer.keys = F.pad(layer.keys, (0, 0, 0, 0, 0, longer, 0, more))
+            layer.values = F.pad(layer.values, (0, 0, 0, 0, 0, longer, 0, more))
         for name in self.TENSORS:
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
@@ -98,7 +102,7 @@ class DecodeState:
         target, source = to_device_async(moves, self.position.device).T
         for layer in self.layers:
             for x in (layer.keys, layer.values):
-                x[target, :, :kv_length] = x[source, :, :kv_length]
+                x[target, :kv_length] = x[source, :kv_length]
         for name in self.TENSORS:
             getattr(self, name)[target] = getattr(self, name)[source]
 
@@ -134,10 +138,13 @@ class DecodeState:
         own slot up to itself. Only the first kv_length positions of the cache are read; 0: the
         slots are new."""
         index = torch.arange(len(ids), device=ids.device) if slots is None else slots
+        in_pieces = self.in_pieces and slots is None
         for layer in self.layers:
             layer.write_index = index[:, None], position
-            layer.kv_length, layer.read_slots = kv_length, slots
-        if kv_length:
+            layer.kv_length, layer.read_slots, layer.masked = kv_length, slots, not in_pieces
+        if in_pieces:
+            mask = pieces_of_cache(position[:, 0] + 1, kv_length, self.max_length + 1)
+        elif kv_length:
             unseen = torch.arange(kv_length, device=ids.device) > position[:, None, :, None]
             zeros = torch.zeros(unseen.shape, dtype=self.hidden.dtype, device=ids.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
@@ -200,6 +207,7 @@ class Mode(NamedTuple):
 
     cuda_graphs: bool = False
     compiled: bool = False
+    in_pieces: bool = False  # model.attention_in_pieces
 
 
 class Sampler:
@@ -508,7 +516,9 @@ class Sampler:
             find_error = check_against_reference if check else lambda sampler: ""
             if gpu or compile:
                 from runtime.compile import select_mode
-                modes = [Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
+                wide = self.state.hidden.dtype not in (torch.float16, torch.bfloat16)
+                modes = [Mode(gpu, compile, in_pieces=gpu and compile and not wide),
+                         Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
                 if not check:
                     modes = [self.lm.sampling_modes.get((self.context, compile), modes[0])]
                 mode = select_mode(self, find_error, modes)  # it also sets make_decode_step

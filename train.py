@@ -74,11 +74,25 @@ def accumulate_gradients(model, micros, loss_of, gradient_checkpointing=False):
     averaged."""
     model.zero_grad(set_to_none=True)
     model.train(gradient_checkpointing)  # transformers recomputes activations in train mode only
-    infos = []
-    for micro in micros:
-        loss, info = loss_of(micro)
-        loss.backward()
-        infos.append(info | {"loss": loss.detach()})
+    infos, sums = [], {}
+
+    def add(p):
+        """Takes its gradient away from p, because torch.compile cannot trace a 16-bit parameter
+        that has a float32 gradient."""
+        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(add) for p in trainable_parameters(model)]
+    try:
+        for micro in micros:
+            loss, info = loss_of(micro)
+            loss.backward()
+            infos.append(info | {"loss": loss.detach()})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for p, gradient in sums.items():
+        p.grad = gradient
     model.eval()
     return infos
 
@@ -262,6 +276,8 @@ class Learner:
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 in one call, as in `train`, for a loop of your own. Returns metrics."""
         check_learner(self, self.config)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()  # those of the last step, which the compiler cannot trace
         batch, minibatches = make_minibatches(turns, self.config, iteration, self.lm.device)
         old = self.score_behaviour_policy(batch, minibatches)
         ref = self.score_reference(minibatches)

@@ -2,6 +2,7 @@
 plain model before it is used; if it fails or is wrong, a warning says so and eager code runs."""
 import copy
 import logging
+import warnings
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -9,6 +10,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from runtime.cli import out_of_memory
 
 log = logging.getLogger("sapo")
+for hint in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):  # of the compiler
+    warnings.filterwarnings("ignore", hint)
 
 
 def warn(text: str) -> None:
@@ -60,8 +63,8 @@ def compiled_layer(layer, n):
         for name in ("cache", "past_key_values"):  # the first since transformers 5.24
             if kwargs.get(name):
                 kwargs[name] = kwargs[name].layers[n]
-                torch._dynamo.mark_static(kwargs[name].keys, (1, 3))  # heads and head_dim
-                torch._dynamo.mark_static(kwargs[name].values, (1, 3))
+                torch._dynamo.mark_static(kwargs[name].keys, (2, 3))  # heads and head_dim
+                torch._dynamo.mark_static(kwargs[name].values, (2, 3))
         return fast(*args, **kwargs)
     return run
 
@@ -102,13 +105,13 @@ class CudaGraphs:
 
 
 def select_mode(sampler, find_error, modes):
-    """Puts a rollout.Sampler into the first of `modes`, rollout.Mode(cuda_graphs, compiled), in
-    which find_error(sampler) returns "" -> that mode. ValueError: the error of the last."""
+    """Puts a rollout.Sampler into the first of `modes`, each a rollout.Mode, in which
+    find_error(sampler) returns "" -> that mode. ValueError: the error of the last."""
     state = sampler.state
-    eager = state.backbone, state.sample, state.update_state
+    eager = state.backbone
     for mode in dict.fromkeys(modes):
-        state.backbone, state.sample, state.update_state = eager if not mode.compiled else (
-            compiled_layers(eager[0]), compiled(eager[1]), compiled(eager[2]))
+        state.backbone = compiled_layers(eager) if mode.compiled else eager
+        state.in_pieces = mode.in_pieces
         sampler.make_decode_step = lambda: sampler.decode_one_token
         if mode.cuda_graphs:
             sampler.make_decode_step = lambda: CudaGraphs(sampler.decode_one_token)
@@ -123,6 +126,7 @@ def select_mode(sampler, find_error, modes):
             return mode
         if error and any(mode):
             name = " and ".join(["CUDA graphs"] * mode.cuda_graphs
-                                 + ["torch.compile"] * mode.compiled)
+                                 + ["torch.compile"] * mode.compiled
+                                 + ["attention in pieces"] * mode.in_pieces)
             warn(f"sampling does not use {name}: {error}")
     raise ValueError(error)
