@@ -930,7 +930,7 @@ def apply_speed_and_memory_settings(lm, config) -> ActorCritic:
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
         (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if config.compile:
-        print0("compiling scoring and sampling, which takes minutes; --no-compile skips it")
+        print0("compiling scoring and sampling, which takes about a minute; --no-compile skips it")
         lm.model.train(config.gradient_checkpointing)  # as in an update
         with progress("compiling"):
             lm = compiled_scoring(lm, config.tokens_per_micro_batch)
