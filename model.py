@@ -141,7 +141,8 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     heads that share them.
 
     query (R, H, T, E); key and value (R, H', S, E). attention_mask: None or empty for causal
-    attention, else (R, 1, T, S), additive or boolean; or pieces_of_cache -> (R, T, H, E), None."""
+    attention, else (R, 1, T, S), additive or boolean; or what pieces_of_cache returns, of int32
+    -> (R, T, H, E), None."""
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"grouped_query_attention does not support {name}")
@@ -166,43 +167,46 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     return out.transpose(1, 2), None
 
 
-PIECE = 256  # positions of the cache that one block of threads attends to
+PIECE_LENGTH = 256  # divides every kv_length above it that Sampler.round_up makes
 
 
-def pieces_of_cache(lengths: torch.Tensor, kv_length: int, stride: int) -> torch.Tensor:
-    """What attention_in_pieces takes for a mask. lengths (R,): how many positions of the cache each
-    row attends to, at most kv_length; stride: how many a row of the cache has -> int32
-    (3, 1, 1, R * pieces + 1): for each piece its first query, its first position, and how many
-    positions of it are used."""
-    begin = torch.arange(0, kv_length, PIECE, device=lengths.device)
-    used = (lengths[:, None] - begin).clamp(0, PIECE).flatten()
+def pieces_of_cache(lengths: torch.Tensor, kv_length: int, positions_per_row: int) -> torch.Tensor:
+    """What attention_in_pieces takes for a mask. The cache has positions_per_row positions for each
+    of R rows, which attend to their first lengths (R,) ones, at least 1 and at most kv_length.
+
+    -> int32 (3, 1, 1, P + 1), with a column for each of P pieces, R times as many as kv_length has:
+    its number, its first position in the flattened cache, and how many of its positions are used.
+    The last column ends the numbers, as FlashAttention wants it."""
+    begin = torch.arange(0, kv_length, PIECE_LENGTH, device=lengths.device)
+    used = (lengths.clamp(max=kv_length)[:, None] - begin).clamp(0, PIECE_LENGTH).flatten()
     row = torch.arange(len(lengths), device=lengths.device)
-    first = (row[:, None] * stride + begin).flatten()
-    number = torch.arange(len(first), device=lengths.device)
-    columns = torch.stack([number, first, used])
-    return F.pad(columns, (0, 1), value=len(first)).int()[:, None, None]
+    first_position = (row[:, None] * positions_per_row + begin).flatten()
+    number = torch.arange(len(used), device=lengths.device)
+    columns = torch.stack([number, first_position, used])
+    return F.pad(columns, (0, 1), value=len(used)).int()[:, None, None]
 
 
 def attention_in_pieces(query, key, value, pieces, scaling):
     """Attention of a decoding step on a GPU, in 16 bits. FlashAttention treats each piece of a
     row's keys and values as a sequence of its own, and the results are combined by their
-    log-sum-exp (Flash-Decoding; Dao et al. 2023). So there is work for the whole GPU, and only
-    positions that are used are read, where SDPA with a mask reads all.
+    log-sum-exp (Flash-Decoding; Dao et al. 2023). So there is work for the whole GPU, and a row
+    reads its own positions only, where SDPA with a mask reads as many as the longest row has.
 
     query (R, H, 1, E), key and value (R, H', S, E), pieces of pieces_of_cache -> (R, 1, H, E)."""
-    number, first, used = pieces[:, 0, 0]
-    rows, groups, size = len(query), query.shape[1] // key.shape[1], query.shape[3]
-    n = (len(number) - 1) // rows  # pieces of a row
-    q = query[:, :, 0].unflatten(1, (-1, groups)).transpose(1, 2)  # (R, G, H', E)
-    q = q[:, None].expand(-1, n, -1, -1, -1).reshape(rows * n * groups, -1, size)
+    number, first_position, used = pieces[:, 0, 0]
+    used = used[:-1]
+    rows, group_size, size = len(query), query.shape[1] // key.shape[1], query.shape[3]
+    per_row = (len(number) - 1) // rows  # pieces
+    q = query[:, :, 0].unflatten(1, (-1, group_size)).transpose(1, 2)  # (R, G, H', E)
+    q = q[:, None].expand(-1, per_row, -1, -1, -1).reshape(rows * per_row * group_size, -1, size)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), number * groups,
-        first, groups, PIECE, 0.0, False, False, scale=scaling, seqused_k=used[:-1])
-    lse = lse.T.reshape(rows, n, groups, -1)
-    lse = lse.masked_fill(used[:-1].view(rows, n, 1, 1) == 0, float("-inf"))
-    weight = lse.softmax(1)[..., None]
-    out = (weight * out.view(rows, n, groups, -1, size).float()).sum(1)  # (R, G, H', E)
-    return out.transpose(1, 2).reshape(rows, 1, -1, size).to(query.dtype)
+        q, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1),
+        number * group_size, first_position, group_size, PIECE_LENGTH, 0.0, False, False,
+        scale=scaling, seqused_k=used)
+    lse = lse.T.reshape(rows, per_row, group_size, -1)
+    lse = lse.masked_fill(used.view(rows, per_row, 1, 1) == 0, float("-inf"))
+    out = out.view(rows, per_row, group_size, -1, size).float() * lse.softmax(1)[..., None]
+    return out.sum(1).transpose(1, 2).reshape(rows, 1, -1, size).to(query.dtype)
 
 
 def uses_full_attention(backbone) -> bool:
@@ -787,7 +791,7 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
     """Returns lm with compiled scoring; or lm itself, with a warning, if compiling fails or if
     log-probs, entropies, values or gradients are wrong. It is compiled on a batch of about `tokens`
     tokens, as in a micro-batch, because the compiler plans for the sizes that it sees first. The
-    results are compared on a small batch of another width, because the graphs must serve all."""
+    results are compared on a small batch of another width, because the same graphs serve all."""
     from runtime.compile import warn
     length = max(2, min(500, lm.max_length, tokens // 3))
     generator = torch.Generator().manual_seed(0)
@@ -796,8 +800,8 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
     rows = max(3, (tokens // length - 1) | 1)
     index = torch.randint(len(vocabulary), (rows, length), generator=generator)
     samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
-    half = (length + 2) // 2
-    small = make_batch([(ids[:half], [(1, half)]) for ids, _ in samples[:3]]).to(lm.device)
+    shorter = (length + 2) // 2
+    small = make_batch([(ids[:shorter], [(1, shorter)]) for ids, _ in samples[:3]]).to(lm.device)
     fast = replace(lm, compile=True)
     try:
         fast.score(make_batch(samples).to(lm.device)).logp.sum().backward()

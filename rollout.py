@@ -26,9 +26,9 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import (ActorCritic, excess_error, float32_logits, in_float32, load, make_batch,
-                   micro_batches, pieces_of_cache, restricted_log_softmax, sample_token,
-                   uses_full_attention)
+from model import (PIECE_LENGTH, ActorCritic, excess_error, float32_logits, in_float32, load,
+                   make_batch, micro_batches, pieces_of_cache, restricted_log_softmax,
+                   sample_token, uses_full_attention)
 
 # ----------------------------------------------------------------- the decode state, on the device
 
@@ -37,8 +37,9 @@ class LayerCache:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        # set by DecodeState.forward: where to write, and what to read
-        self.write_index = self.kv_length = self.read_slots = self.masked = None
+        # set by DecodeState.forward: where to write, which slots to read, and how many positions of
+        # them (for attention in pieces all)
+        self.write_index = self.kv_length = self.read_slots = self.read_length = None
 
     def update(self, k, v, *args, **kwargs):
         """Writes k, v (R, H', T, E) where `forward` said -> the keys and values to attend to."""
@@ -48,9 +49,8 @@ class LayerCache:
         if not self.kv_length:  # new sequences: all they attend to is in k and v
             return k, v
         slots = slice(len(k)) if self.read_slots is None else self.read_slots
-        last = self.kv_length if self.masked else None  # attention in pieces takes the whole cache
-        return (self.keys[slots, :last].transpose(1, 2),
-                self.values[slots, :last].transpose(1, 2))
+        return (self.keys[slots, :self.read_length].transpose(1, 2),
+                self.values[slots, :self.read_length].transpose(1, 2))
 
 
 class DecodeState:
@@ -67,7 +67,7 @@ class DecodeState:
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
         self.backbone = lm.model.base_model
-        self.in_pieces = False  # whether decoding uses model.attention_in_pieces; set by set_up
+        self.in_pieces = False  # model.attention_in_pieces in decoding steps; see select_mode
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
         self.layers = [LayerCache(layer.keys[:0, :, :1].transpose(1, 2).contiguous(),
@@ -141,7 +141,8 @@ class DecodeState:
         in_pieces = self.in_pieces and slots is None
         for layer in self.layers:
             layer.write_index = index[:, None], position
-            layer.kv_length, layer.read_slots, layer.masked = kv_length, slots, not in_pieces
+            layer.kv_length, layer.read_slots = kv_length, slots
+            layer.read_length = None if in_pieces else kv_length
         if in_pieces:
             mask = pieces_of_cache(position[:, 0] + 1, kv_length, self.max_length + 1)
         elif kv_length:
@@ -497,8 +498,8 @@ class Sampler:
     # ---- how it computes
     @torch.no_grad()
     def set_up(self, gpu, compile, check):
-        """Makes the decode state and chooses the fastest mode, of CUDA graphs and torch.compile,
-        that gives right results. lm.sampling_modes remembers it."""
+        """Makes the decode state and chooses the fastest Mode that gives right results.
+        lm.sampling_modes remembers it."""
         self.gpu = gpu
         self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
         self.lag = 1 if gpu else 0  # how many snapshots the host is behind
@@ -516,11 +517,11 @@ class Sampler:
             find_error = check_against_reference if check else lambda sampler: ""
             if gpu or compile:
                 from runtime.compile import select_mode
-                wide = self.state.hidden.dtype not in (torch.float16, torch.bfloat16)
-                modes = [Mode(gpu, compile, in_pieces=gpu and compile and not wide),
+                is_16_bit = self.state.hidden.dtype in (torch.float16, torch.bfloat16)
+                modes = [Mode(gpu, compile, in_pieces=gpu and compile and is_16_bit),
                          Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
                 if not check:
-                    modes = [self.lm.sampling_modes.get((self.context, compile), modes[0])]
+                    modes = [self.lm.sampling_modes.get((self.context, compile), modes[1])]
                 mode = select_mode(self, find_error, modes)  # it also sets make_decode_step
             elif error := find_error(self):
                 raise ValueError(error)
@@ -606,9 +607,11 @@ def check_against_reference(sampler: Sampler) -> str:
     description of what rounding does not explain, or ""."""
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
     stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
-    steps = min(CHECK_STEPS, sampler.max_new_tokens)
+    steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
+    if sampler.state.in_pieces:  # one prompt of more than a piece
+        texts[0] *= 2 + PIECE_LENGTH // len(encode_check_prompt(lm, texts[0]))
     room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
-    longest = max(len(encode_check_prompt(lm, text)[:room]) for text in CHECK_PROMPTS)
+    longest = max(len(encode_check_prompt(lm, text)[:room]) for text in texts)
     sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
     rng, uniforms = np.random.default_rng(0), {}
     sampler.forget()
@@ -621,7 +624,7 @@ def check_against_reference(sampler: Sampler) -> str:
         lm.head.weight[lm.value_index] = random_readout_rows(lm)
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
-                ids += encode_check_prompt(lm, CHECK_PROMPTS[key], ids)[:room]
+                ids += encode_check_prompt(lm, texts[key], ids)[:room]
                 uniforms[key] = rng.random(sampler.max_new_tokens, dtype=np.float32)
                 sampler.enqueue(key, ids, uniforms[key])
             sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it

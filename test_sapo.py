@@ -1491,6 +1491,8 @@ def flash_attention_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropo
                             *, scale, seqused_k):
     """What torch.ops.aten._flash_attention_forward computes on a GPU. Where a sequence has no keys,
     its log-sum-exp is infinite."""
+    scale, dtype = scale or query.shape[-1] ** -0.5, query.dtype
+    query, key, value = query.float(), key.float(), value.float()
     out, lse = torch.zeros_like(query), torch.full(query.shape[1::-1], float("inf"))
     for start, end, first, used in zip(cum_q, cum_q[1:], cum_k, seqused_k):
         if used:
@@ -1499,15 +1501,16 @@ def flash_attention_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropo
             lse[:, start:end] = scores.logsumexp(-1)
             values = value[first:first + used].transpose(0, 1)
             out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1)
-    return out, lse, None, None, None
+    return out.to(dtype), lse, None, None, None
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_attention_in_pieces_equals_attention_with_a_mask(monkeypatch, groups):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
     generator = torch.Generator().manual_seed(0)
-    rows, heads, length, size = 4, 2, 3 * model_module.PIECE, 8
-    lengths = torch.tensor([1, model_module.PIECE, model_module.PIECE + 1, length - 5])
+    piece = model_module.PIECE_LENGTH
+    rows, heads, length, size = 4, 2, 3 * piece, 8
+    lengths = torch.tensor([1, piece, piece + 1, length - 5])
     key, value = torch.randn(2, rows + 1, length + 9, heads, size, generator=generator)
     query = torch.randn(rows, groups * heads, 1, size, generator=generator)
     unseen = torch.arange(length) >= lengths[:, None, None, None]
@@ -1517,6 +1520,40 @@ def test_attention_in_pieces_equals_attention_with_a_mask(monkeypatch, groups):
         0.3)[0]
     pieces = model_module.pieces_of_cache(lengths, length, length + 9)
     torch.testing.assert_close(attend(None, pieces), attend(length, masked))
+
+
+@CONTEXTS
+def test_sampler_with_attention_in_pieces(monkeypatch, caplog, context):
+    """Whole conversations of more than a piece, and a mistake that shows only there."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
+    monkeypatch.setattr(compile_module, "compiled_layers", lambda backbone: backbone)
+    lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+    as_on_a_gpu(monkeypatch)
+    sampler, found = Sampler(lm, "kv", context, 30, compile=True), []
+    assert lm.sampling_modes[context, True].in_pieces and not caplog.records
+    prompts = [lm.chat.encode_user_turn("go to the fridge " * n) for n in (3, 150, 400)]
+    for sampler.state.in_pieces in (True, False):
+        sampler.decode_step = sampler.make_decode_step()
+        found.append(sampler.generate(prompts))
+    assert len(prompts[1]) > model_module.PIECE_LENGTH > len(prompts[0])
+    for one, other in zip(*found):
+        same = [a == b for a, b in zip(one.ids, other.ids)]
+        assert same[0]  # later tokens may differ by rounding
+        assert one.logp[0] == pytest.approx(other.logp[0], abs=0.05)
+        assert one.v == pytest.approx(other.v, abs=0.05)
+
+    def without_later_pieces(*args, **options):
+        out, lse, *rest = flash_attention_forward(*args, **options)
+        pieces = len(args[3]) - 1
+        rows = sampler.round_up(len(rollout_module.CHECK_PROMPTS), 0)[0]
+        group_size = len(args[0]) // pieces
+        later = torch.arange(pieces) % (pieces // rows) > 0
+        return out.masked_fill(later.repeat_interleave(group_size)[:, None, None], 0), lse, *rest
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", without_later_pieces)
+    sampler = Sampler(lm, "kv", context, 30, compile=True)
+    assert not lm.sampling_modes[context, True].in_pieces
+    assert "CUDA graphs and torch.compile and attention in pieces" in caplog.text
 
 
 def test_full_context_encodes_every_token_once():

@@ -74,15 +74,15 @@ def accumulate_gradients(model, micros, loss_of, gradient_checkpointing=False):
     averaged."""
     model.zero_grad(set_to_none=True)
     model.train(gradient_checkpointing)  # transformers recomputes activations in train mode only
-    infos, sums = [], {}
+    infos, gradients = [], {}
 
-    def add(p):
-        """Takes its gradient away from p, because torch.compile cannot trace a 16-bit parameter
-        that has a float32 gradient."""
-        sums[p] = sums[p].add_(p.grad) if p in sums else p.grad
+    def take_gradient(p):
+        """torch.compile cannot trace a 16-bit parameter that has a float32 gradient."""
+        gradients[p] = gradients[p].add_(p.grad) if p in gradients else p.grad
         p.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(add) for p in trainable_parameters(model)]
+    hooks = [p.register_post_accumulate_grad_hook(take_gradient)
+             for p in trainable_parameters(model)]
     try:
         for micro in micros:
             loss, info = loss_of(micro)
@@ -91,7 +91,7 @@ def accumulate_gradients(model, micros, loss_of, gradient_checkpointing=False):
     finally:
         for hook in hooks:
             hook.remove()
-    for p, gradient in sums.items():
+    for p, gradient in gradients.items():
         p.grad = gradient
     model.eval()
     return infos
@@ -276,14 +276,19 @@ class Learner:
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 in one call, as in `train`, for a loop of your own. Returns metrics."""
         check_learner(self, self.config)
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()  # those of the last step, which the compiler cannot trace
         batch, minibatches = make_minibatches(turns, self.config, iteration, self.lm.device)
         old = self.score_behaviour_policy(batch, minibatches)
         ref = self.score_reference(minibatches)
         targets = self.targets(batch, old)
         steps = [self.step(minibatch, old, ref, targets, iteration) for minibatch in minibatches]
+        self.free_gradients()
         return compute_metrics(batch, old, targets, steps)
+
+    def free_gradients(self) -> None:
+        """After an update: a rollout can use their memory, and torch.compile cannot trace a 16-bit
+        parameter that has a float32 gradient."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
 
     def save(self, folder) -> None:
         """Writes all state. Random numbers and the order of tasks need none, because they follow
@@ -506,13 +511,12 @@ class Run:
         """Yields the mini-batches, with a progress bar. Weights change now, so from here on a
         signal waits until the iteration is finished."""
         begin_update()
-        models, optimizers = len(self.learner.models), self.learner.optimizers.values()
+        models = len(self.learner.models)
         with progress("update", padded_tokens(minibatches) * models, "tokens") as bar:
             for minibatch in minibatches:
                 yield minibatch
                 bar.update(padded_tokens([minibatch]) * models)
-        for optimizer in optimizers:
-            optimizer.zero_grad()  # frees memory for the next rollout
+        self.learner.free_gradients()
 
     def __exit__(self, kind, error, trace):
         try:
@@ -930,7 +934,7 @@ def apply_speed_and_memory_settings(lm, config) -> ActorCritic:
         enable = getattr(lm.model, "activation_checkpointing_enable", None)
         (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if config.compile:
-        print0("compiling scoring and sampling, which takes about a minute; --no-compile skips it")
+        print0("compiling scoring and sampling, about a minute in all; --no-compile skips it")
         lm.model.train(config.gradient_checkpointing)  # as in an update
         with progress("compiling"):
             lm = compiled_scoring(lm, config.tokens_per_micro_batch)

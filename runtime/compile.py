@@ -1,5 +1,6 @@
-"""torch.compile and CUDA graphs, which change results by rounding only. Each is compared with the
-plain model before it is used; if it fails or is wrong, a warning says so and eager code runs."""
+"""torch.compile, CUDA graphs and attention in pieces, which change results by rounding only. Each
+is compared with the plain model before it is used; if it fails or is wrong, a warning says so and
+the run goes on without it."""
 import copy
 import logging
 import warnings
@@ -10,8 +11,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from runtime.cli import out_of_memory
 
 log = logging.getLogger("sapo")
-for hint in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):  # of the compiler
-    warnings.filterwarnings("ignore", hint)
+# the compiler's hints at its own settings
+warnings.filterwarnings("ignore", r"TensorFloat32 tensor cores|\s*Online softmax is disabled")
 
 
 def warn(text: str) -> None:
@@ -126,7 +127,7 @@ def select_mode(sampler, find_error, modes):
             return mode
         if error and any(mode):
             name = " and ".join(["CUDA graphs"] * mode.cuda_graphs
-                                 + ["torch.compile"] * mode.compiled
-                                 + ["attention in pieces"] * mode.in_pieces)
+                                + ["torch.compile"] * mode.compiled
+                                + ["attention in pieces"] * mode.in_pieces)
             warn(f"sampling does not use {name}: {error}")
     raise ValueError(error)

@@ -312,6 +312,7 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
 def train_step(model, optimizer, micros, loss_of, gradient_checkpointing=False):
     infos = train.accumulate_gradients(model, micros, loss_of, gradient_checkpointing)
     train.optimizer_step(model, optimizer, infos)
+    optimizer.zero_grad()  # see train.Learner.free_gradients
 
 
 def imitate(lm, pool, config, flags, mapper=map):
