@@ -172,11 +172,12 @@ PIECE_LENGTH = 256  # divides every kv_length above it that Sampler.round_up mak
 
 def pieces_of_cache(lengths: torch.Tensor, kv_length: int, positions_per_row: int) -> torch.Tensor:
     """What attention_in_pieces takes for a mask. The cache has positions_per_row positions for each
-    of R rows, which attend to their first lengths (R,) ones, at least 1 and at most kv_length.
+    of R rows, which attend to their first lengths (R,) ones: at least 1, and no more than
+    kv_length.
 
     -> int32 (3, 1, 1, P + 1), with a column for each of P pieces, R times as many as kv_length has:
     its number, its first position in the flattened cache, and how many of its positions are used.
-    The last column ends the numbers, as FlashAttention wants it."""
+    FlashAttention wants one number more, in a last column whose other entries are unused."""
     begin = torch.arange(0, kv_length, PIECE_LENGTH, device=lengths.device)
     used = (lengths.clamp(max=kv_length)[:, None] - begin).clamp(0, PIECE_LENGTH).flatten()
     row = torch.arange(len(lengths), device=lengths.device)

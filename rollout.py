@@ -608,8 +608,8 @@ def check_against_reference(sampler: Sampler) -> str:
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
     stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
     steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
-    if sampler.state.in_pieces:  # one prompt of more than a piece
-        texts[0] *= 2 + PIECE_LENGTH // len(encode_check_prompt(lm, texts[0]))
+    while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
+        texts[0] += " " + CHECK_PROMPTS[0]
     room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
     longest = max(len(encode_check_prompt(lm, text)[:room]) for text in texts)
     sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]

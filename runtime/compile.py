@@ -126,8 +126,7 @@ def select_mode(sampler, find_error, modes):
         if not error and getattr(sampler.decode_step, "works", True):
             return mode
         if error and any(mode):
-            name = " and ".join(["CUDA graphs"] * mode.cuda_graphs
-                                + ["torch.compile"] * mode.compiled
-                                + ["attention in pieces"] * mode.in_pieces)
+            name = "attention in pieces" if mode.in_pieces else " and ".join(
+                ["CUDA graphs"] * mode.cuda_graphs + ["torch.compile"] * mode.compiled)
             warn(f"sampling does not use {name}: {error}")
     raise ValueError(error)
