@@ -37,8 +37,8 @@ class LayerCache:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        # set by DecodeState.forward: where to write, which slots to read, and how many positions of
-        # them (for attention in pieces all)
+        # set by DecodeState.forward: where to write, which slots to read, and up to which position
+        # (None: all of them, which attention in pieces takes)
         self.write_index = self.kv_length = self.read_slots = self.read_length = None
 
     def update(self, k, v, *args, **kwargs):

@@ -1238,6 +1238,21 @@ def test_compiled_scoring_needs_few_graphs_for_all_layers_and_shapes(monkeypatch
     assert made[0] == made[1] < made[2] == made[3] <= made[1] + 6 and made[4] == made[5]
 
 
+def test_compiled_scoring_that_fails_at_a_second_width_is_not_used(monkeypatch, caplog):
+    def for_one_width(backbone):
+        def run(input_ids, **inputs):
+            widths.add(input_ids.shape[1])
+            assert len(widths) == 1, "wrong stride"
+            return backbone(input_ids=input_ids, **inputs)
+        return run
+
+    widths, lm = set(), random_model("qwen2", 1)
+    monkeypatch.setattr(compile_module, "compiled_layers", for_one_width)
+    monkeypatch.setattr(compile_module, "compiled", lambda function: function)
+    assert compiled_scoring(lm, 1000) is lm and len(widths) == 2
+    assert "compiled scoring is not used: wrong stride" in caplog.text
+
+
 def as_on_a_gpu(monkeypatch):
     """Schedules on the CPU as on a GPU. To replay a captured step, it runs the step again."""
     def replay_by_running(captured, n, kv_length):
@@ -1523,7 +1538,7 @@ def test_attention_in_pieces_equals_attention_with_a_mask(monkeypatch, groups):
 
 
 @CONTEXTS
-def test_sampler_with_attention_in_pieces(monkeypatch, caplog, context):
+def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, context):
     """Whole conversations of more than a piece, and a mistake that shows only there."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
     monkeypatch.setattr(compile_module, "compiled_layers", lambda backbone: backbone)
@@ -2377,6 +2392,7 @@ def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_pat
         first, steps = learner.steps, []
         metrics = learner.learn(kept[n], n)
         assert metrics == {key: line[key] for key in metrics}
+        assert all(p.grad is None for p in learner.lm.model.parameters())
         old, info, lr = zip(*steps)
         assert len(steps) > 2 and all(scores is old[0] for scores in old)
         assert info[0]["ratio_max"] == 1 < max(step["ratio_max"] for step in info)
@@ -3405,7 +3421,7 @@ def test_run_remembers_every_commit_that_took_part(tmp_path, monkeypatch):
     assert run.settings()["git"] == "a, b"
 
 
-def test_file_is_no_folder_for_a_run(tmp_path):
+def test_out_cannot_be_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: name a folder"):
         with checkpoint.RunDir(tmp_path / "file").lock(True):
@@ -3547,7 +3563,7 @@ def test_templates_without_a_beginning_of_the_response_are_refused():
 @pytest.mark.parametrize("flags, message", [
     ("--lr nan", "--lr must be at least 0 and finite; it is nan"), ("--gamma 2", "at most 1"),
     ("--max_num_seqs -1", "at least 1"), ("--history -1", "at least 0"), ("--r_max inf", "finite")])
-def test_settings_have_ranges(flags, message):
+def test_settings_out_of_range_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         train.parse_config(flags.split())
 

@@ -856,7 +856,7 @@ def check(c: Config) -> None:
 
 
 def check_learner(learner: Learner, c: Config) -> None:
-    """ValueError: the learner is of another method, or its model has other settings."""
+    """ValueError: the learner's method, or its model's tau_v or r_max, is not that of `c`."""
     lm, expected = learner.lm, LEARNERS[c.algo]
     if not isinstance(learner, expected):
         raise ValueError(f"algo {c.algo!r} needs train.LEARNERS[{c.algo!r}], {expected.__name__}, "

@@ -11,7 +11,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from runtime.cli import out_of_memory
 
 log = logging.getLogger("sapo")
-# the compiler's hints at its own settings
+# advice about settings that are as they are on purpose
 warnings.filterwarnings("ignore", r"TensorFloat32 tensor cores|\s*Online softmax is disabled")
 
 
