@@ -89,15 +89,20 @@ def report(records, suffix="") -> dict:
 
 def play(sampler, ids, pool, settings, run_episodes=run_episodes, path=os.devnull) -> list:
     """Plays the games with these ids, split over the ranks -> records in order. Rank 0 also writes
-    its own to `path` as they come."""
+    its own to `path` as they come. GameError: an environment failed, on whichever rank."""
     games = {n: game for n, game in enumerate(ids) if n * world_size() // len(ids) == rank()}
-    played = []
+    played, errors = [], []
     with open(path if rank() == 0 else os.devnull, "w") as file:
-        for number, record in run_episodes(sampler, games, pool, seed=settings.seed,
-                                           max_num_seqs=settings.max_num_seqs,
-                                           history=settings.history):
-            played.append((number, record))
-            print(json.dumps(record), file=file, flush=True)
+        try:
+            for number, record in run_episodes(sampler, games, pool, seed=settings.seed,
+                                               max_num_seqs=settings.max_num_seqs,
+                                               history=settings.history):
+                played.append((number, record))
+                print(json.dumps(record), file=file, flush=True)
+        except envs.GameError as error:
+            errors.append(str(error))
+    if errors := all_gather_list(errors):
+        raise envs.GameError(errors[0])
     played.sort(key=lambda item: item[0])  # they end in any order
     return all_gather_list([record for _, record in played])
 
@@ -105,8 +110,7 @@ def play(sampler, ids, pool, settings, run_episodes=run_episodes, path=os.devnul
 def evaluate_config(lm, pool, config, temperatures=TEMPERATURES) -> dict:
     """Plays the --eval_games of a run, at temperature 0.4 as verl-agent does, and in the house also
     at 1 -> {suffix of the names in eval.json: records}."""
-    split = envs.env_class(config.env).held_out[0]
-    ids = envs.tasks(config.env, split, **envs.options_for(vars(config)))
+    ids = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
     ids = evenly_spaced(ids, config.eval_games)
     out = {}
     for suffix, temperature in temperatures.items():
@@ -331,8 +335,7 @@ def draw(groups, path, reach=None) -> None:
     if reach is not None:
         curve_of, panels, xlabel, note = recent, panels[:2], "episodes", f"; last {WINDOW} episodes"
     configs = [runs[0].config for runs in groups.values()]
-    # the discount of the return that V and Q are compared with; PPO's return is undiscounted
-    targets = [1.0 if c.get("algo") == "ppo" else c.get("gamma") for c in configs]
+    targets = [config.get("gamma") for config in configs]  # discount of what V and Q explain
     fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
     axes = fig.subplots(1, len(panels))
     for ax, key in zip(axes, panels):

@@ -35,17 +35,6 @@ from runtime.distributed import (all_gather_list, barrier, broadcast_object, pri
                                  world_size)
 
 ROOT = Path(__file__).resolve().parent.parent
-# Old names of settings and metrics; stored runs are translated when they are read.
-RENAMED = {"checkpointing": "gradient_checkpointing", "cut": "response_truncated",
-           "lam": "gae_lambda", "lr_end": "lr_final_fraction", "max_new": "max_new_tokens",
-           "moments": "optim_state_dtype", "old": "old_logprobs", "outgrown": "context_overflow",
-           "rows": "max_num_seqs", "sampler_off": "sampler_logprob_diff",
-           "skipped": "skipped_steps", "skipped_critic": "skipped_steps_critic",
-           "tasks": "batch_size", "time_old": "time_old_logprobs"}
-
-
-def renamed(stored: dict) -> dict:
-    return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
 def read_json(path) -> dict:
@@ -110,7 +99,7 @@ class RunDir:
         config = read_json(self / "config.json")
         if not {"env", "model", "seed"} <= config.keys():
             raise ValueError(f"there is no run in {self.path}")
-        return renamed(config)
+        return config
 
     def metrics(self) -> list[dict]:
         """metrics.jsonl, without a last line that is still being written."""
@@ -118,7 +107,7 @@ class RunDir:
         metrics = [json.loads(line) for line in lines if line.endswith(b"\n")]
         if not all(isinstance(line, dict) for line in metrics):
             raise ValueError("metrics.jsonl has a line that is no JSON object")
-        return [renamed(line) for line in metrics]
+        return metrics
 
     def metrics_of(self, iterations: int) -> list[dict]:
         """metrics.jsonl of a run that has done so many iterations; creates the folder if there is
@@ -175,12 +164,7 @@ class RunDir:
                              "another --out")
         if checkpoint:
             print0(f"resuming {self.path} after {iterations_of(checkpoint)} iterations")
-            before = self.settings()
-            for name in ("games", "initial_weights"):
-                if before.get(name, settings.get(name)) != settings.get(name):
-                    print0(f"Warning: these {name.replace('_', ' ')} differ from those that "
-                           f"{self.path} was started with")
-            commits = [*before["git"].split(", "), made_with["git"]]
+            commits = [*self.settings()["git"].split(", "), made_with["git"]]
             made_with["git"] = ", ".join(dict.fromkeys(commits))  # every commit that took part
         write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
         write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
@@ -237,13 +221,13 @@ def versions() -> dict:
 
 # ------------------------------------------------------------------------------ Weights & Biases
 
-def init_wandb(config):
+def init_wandb(config, folder: RunDir):
     """The process's run in the Weights & Biases project --wandb; a resumed run keeps its id.
     ValueError: the service cannot be used."""
     import wandb
     if getattr(wandb, "run", None):
         return wandb.run
-    path = Path(config.out, "wandb-id")
+    path = folder / "wandb-id"
     try:
         run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
                          resume="allow", dir=config.out, name=path.parent.name, config=vars(config))
@@ -255,28 +239,13 @@ def init_wandb(config):
     return run
 
 
-def wandb_names(metrics: dict) -> dict:
-    """Metrics under names by which Weights & Biases groups its charts: loss/kl, time/rollout."""
-    groups = {"time": "time_", "loss": ("loss", "kl", "entropy", "ratio_", "clip_", "grad_", "lr"),
-              "value": ("v_", "q_", "return_")}
-    named = {}
-    for name, value in metrics.items():
-        group = next((g for g, prefix in groups.items() if name.startswith(prefix)), "rollout")
-        named[f"{group}/{name.removeprefix('time_')}"] = value
-    return named
-
-
 # ------------------------------------------------------------------------------- time and memory
 
 class Clock:
     """The seconds of each phase of an iteration."""
 
     def __init__(self):
-        self.start()
-
-    def start(self):
-        self.phases = {}
-        self.started = self.last = time.time()
+        self.phases, self.last = {}, time.time()
 
     def record(self, phase: str) -> None:
         """Adds the time since the last call to a phase."""
@@ -286,8 +255,11 @@ class Clock:
         self.phases[f"time_{phase}"] = self.phases.get(f"time_{phase}", 0.0) + now - self.last
         self.last = now
 
-    def seconds(self) -> dict:
-        return self.phases | {"time_total": time.time() - self.started}
+    def take(self) -> dict:
+        """The phases since the last call and their sum, time_total. It begins anew."""
+        phases, self.phases = self.phases, {}
+        self.last = time.time()
+        return phases | {"time_total": sum(phases.values())}
 
 
 def peak_memory() -> float:

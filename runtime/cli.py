@@ -39,18 +39,15 @@ def argparse_options(kind, default=None) -> dict:
     return {"nargs": 2, "metavar": ("A", "B")} if kind is tuple else {"type": kind}
 
 
-def parser_for(cls, presets: dict, description: str) -> Parser:
+def parser_for(cls, description: str) -> Parser:
     """A Parser with a flag for every field of a dataclass. The comment behind a field, which may
-    continue on the next lines, is the flag's help. The help also lists the field's default, and
-    that of each preset {name: {field: default}}."""
+    continue on the next lines, is the flag's help, to which the field's default is added."""
     parser = Parser(description=description, argument_default=argparse.SUPPRESS)
     found = re.findall(r"^    (\w+): .*?  # (.*(?:\n {8,}# .*)*)$", inspect.getsource(cls), re.M)
     comments = {name: re.sub(r"\n +# ", " ", text) for name, text in found}
     for f in dataclasses.fields(cls):
-        values = [] if f.default is None or f.type is bool else [str(f.default)]
-        values += [f"{name}: {preset[f.name]}" for name, preset in presets.items()
-                   if f.name in preset]
-        text = comments[f.name] + (f" [{'; '.join(values)}]" if values else "")
+        hidden = f.default is None or f.type is bool
+        text = comments[f.name] + ("" if hidden else f" [{f.default}]")
         parser.add_argument(f"--{f.name}", help=text.replace("%", "%%"),
                             **argparse_options(f.type, f.default))
     return parser

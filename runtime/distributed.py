@@ -5,7 +5,7 @@ below still works.
     rank, world_size, process_group, barrier
     all_gather_list, broadcast_object    for Python objects
     all_reduce_sum                       for gradients
-    stop                                 what SIGTERM and Ctrl-C do, on all ranks alike
+    stop                                 what SIGTERM and Ctrl-C do
 """
 import contextlib
 import os
@@ -54,34 +54,13 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_gather_list(items: list, finish: bool = False) -> list:
-    """Concatenates every rank's list in the order of ranks; any picklable items.
-
-    The same exchange tells all ranks whether one of them was told to stop. If so, and if the
-    iteration may still be abandoned, every rank raises Stopped. `finish=True` says that weights are
-    about to change: from here on a signal waits until the iteration is finished."""
-    with stop.deferred():
-        lists = [(stop.requested, items)]
-        if world_size() > 1:
-            lists *= world_size()
-            dist.all_gather_object(lists, (stop.requested, items))
-        agreed = stop.may_abandon and any(requested for requested, _ in lists)
-        if agreed or finish:
-            stop.may_abandon = False
-        if agreed:
-            raise Stopped(agreed=True)
-    return [x for _, part in lists for x in part]
-
-
-def begin_update() -> None:
-    """To be called by all ranks before weights change. It stops all of them if one was told to
-    stop; from here on, a signal waits until the iteration is finished."""
-    all_gather_list([], finish=True)
-
-
-def announce_stop() -> None:
-    """Tells the other ranks, in their next exchange of objects, that this one was told to stop."""
-    all_gather_list([])
+def all_gather_list(items: list) -> list:
+    """Concatenates every rank's list in the order of ranks; any picklable items."""
+    if world_size() == 1:
+        return [*items]
+    lists = [None] * world_size()
+    dist.all_gather_object(lists, items)
+    return [x for part in lists for x in part]
 
 
 def broadcast_object(value):
@@ -90,55 +69,30 @@ def broadcast_object(value):
     return all_gather_list([value if rank() == 0 else None])[0]
 
 
-# --------------------------------------------------------------------------- stopping on a signal
-
-class Stopped(KeyboardInterrupt):
-    """Raised when a signal stops training. `agreed`: all ranks know of it and raise it too."""
-
-    def __init__(self, agreed=False):
-        super().__init__()
-        self.agreed = agreed
-
+# ------------------------------------------------------------------------------------ signals
 
 class Stop:
-    """What SIGTERM and Ctrl-C do during training. (torchrun sends SIGTERM to all ranks and kills
-    them 30 seconds later.)
+    """What SIGTERM and Ctrl-C do while handle_signals() is active: they set a flag. The code that
+    can stop asks for it, with requested(), and ranks tell each other. (torchrun sends SIGTERM to
+    all ranks and kills them 30 seconds later, unless it has --shutdown-timeout 600.)
 
-    `may_abandon` is set as long as no weight has changed in the current iteration. Then a signal
-    raises Stopped at once; the other ranks learn of it in their next all_gather_list and raise it
-    too. Later in the iteration, a signal only sets `requested`, and the iteration is finished
-    first. A second signal raises KeyboardInterrupt, unless it follows within a second, because
+    A second signal raises KeyboardInterrupt at once, unless it follows within a second, because
     torchrun repeats the first one."""
 
     def __init__(self):
-        self.requested = self.may_abandon = self.deferring = self.leaving = False
-        self.first_signal = 0.0
+        self.first_signal = None  # its time
+
+    def requested(self) -> bool:
+        return self.first_signal is not None
 
     def note(self, *_):
-        if self.requested and time.monotonic() > self.first_signal + 1:
+        now = time.monotonic()
+        if self.requested() and now > self.first_signal + 1:
             raise KeyboardInterrupt
-        if not self.requested:
-            self.requested, self.first_signal = True, time.monotonic()
-            when = "now" if self.may_abandon else "after this iteration"
+        if not self.requested():
+            self.first_signal = now
             # print() is not allowed in a signal handler
-            os.write(2, f"\nStopping {when}; press Ctrl-C again to stop without saving\n".encode())
-        self.raise_if_possible()
-
-    def raise_if_possible(self):
-        if self.requested and self.may_abandon and not self.deferring and not self.leaving:
-            self.leaving = True
-            raise Stopped
-
-    @contextlib.contextmanager
-    def deferred(self):
-        """Within this context a signal raises nothing, because no rank may leave a collective
-        operation half-way."""
-        self.deferring = True
-        try:
-            yield
-        finally:
-            self.deferring = False
-        self.raise_if_possible()
+            os.write(2, b"\nStopping; press Ctrl-C again to stop without saving\n")
 
     @contextlib.contextmanager
     def handle_signals(self):
@@ -153,7 +107,7 @@ class Stop:
         finally:
             for kind, handler in before.items():
                 signal.signal(kind, handler)
-            self.requested = self.may_abandon = self.leaving = False
+            self.first_signal = None
 
 
 stop = Stop()

@@ -38,6 +38,7 @@ class AdamW(torch.optim.Optimizer):
                  state_dtype=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         self.state_dtype = state_dtype
+        self.failed_steps = 0  # how many of the latest in a row were skipped by the caller
         params = self.param_groups[0]["params"]
         self.owner = partition_params([p.numel() for p in params])
         for n, p in enumerate(params):

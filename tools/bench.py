@@ -22,6 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import eval as evaluation
 import train
+from baselines.learners import PPO, SeparateCritic
 from model import actor_critic, load, resolve_model
 from rollout import End, Sampler, Turn
 from runtime.checkpoint import peak_memory, versions
@@ -127,7 +128,7 @@ def sampler_main(argv):
     """The same random prompts through both engines in turns, then a table with a row for each. The
     hf engine needs a forward pass more for V and Q, which counts only in the column `with V, Q`.
     Responses of one token measure the prefill."""
-    parser = parser_for(SamplerFlags, {}, "Both engines of the sampler on random prompts.")
+    parser = parser_for(SamplerFlags, "Both engines of the sampler on random prompts.")
     given = vars(parser.parse_args(argv))
     usual = {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
     args = SamplerFlags(**usual | given)
@@ -254,21 +255,20 @@ class IterationFlags:
 
 def iteration_main(argv):
     about = "Seconds per phase of an iteration. It takes train.py's flags, too."
-    given, rest = parser_for(IterationFlags, {}, about).parse_known_args(argv)
+    given, rest = parser_for(IterationFlags, about).parse_known_args(argv)
     args = IterationFlags(**vars(given))
-    config = train.parse_config([*rest, "--max_new_tokens", str(4 * args.response)])
+    config = train.filled(train.parse_config([*rest, "--max_new_tokens", str(4 * args.response)]))
     print(f"building {config.model} with random weights", flush=True)
     lm = random_model(config.model, getattr(torch, config.dtype), config.seed)
     choose_threads(lm.model)
     describe(lm, config.model, config.dtype)
     lm, words = with_stops(lm, args.response)
     lm = train.apply_speed_and_memory_settings(lm, config)
-    learners = {config.algo: (learner := train.LEARNERS[config.algo](lm, config))}
+    learners = {config.algo: (learner := train.learner_class(config.algo)(lm, config))}
     if args.ppo and config.algo != "ppo":
-        learners["ppo"] = rival = train.LEARNERS["ppo"](lm, dataclasses.replace(config, algo="ppo"))
+        learners["ppo"] = rival = PPO(lm, dataclasses.replace(config, algo="ppo"))
         # it shares the policy's optimizer and reference, so that the memory of both fits
-        rival.optimizers[""] = learner.optimizers[""]
-        rival.reference = learner.reference if config.beta else None
+        rival.optimizer, rival.reference = learner.optimizer, learner.reference
     sampler = evaluation.sampler_for(lm, config)
     phases, diffs = {algo: [] for algo in learners}, []
     for n in tqdm(range(args.repeats + 1), desc="iterations", leave=False):
@@ -276,9 +276,9 @@ def iteration_main(argv):
         turns = timed(took, random_rollout, sampler, words, config, args)
         for algo in sorted(learners, reverse=n % 2 == 1):  # the order changes from round to round
             learner = learners[algo]
-            learner.clock.start()
+            learner.clock.take()
             diffs.append(learner.learn(turns, 0)["sampler_logprob_diff"])
-            phases[algo].append(learner.clock.phases | {"time_rollout": took[0]})
+            phases[algo].append(learner.clock.take() | {"time_rollout": took[0]})
     seconds = {algo: {name: float(np.median([x.get(f"time_{name}", 0.0) for x in rounds[1:]]))
                       for name in PHASES} for algo, rounds in phases.items()}
     print_phases(lm, config, args, seconds, turns)
@@ -290,7 +290,7 @@ def iteration_main(argv):
 def print_phases(lm, config, args, seconds, turns):
     """The runtime table of the paper."""
     _, minibatches = train.make_minibatches(turns, config, 0, torch.device("cpu"))
-    batches = [micro.batch for minibatch in minibatches for micro in minibatch]
+    batches = [micro for minibatch in minibatches for micro in minibatch]
     real, scored, processed, squares = (sum(map(int, column)) for column in zip(*(
         (b.length.sum(), len(b.turn_of), b.ids.numel(), (b.length ** 2).sum()) for b in batches)))
     print(f"{config.model}, {config.dtype}, {config.context}: {config.batch_size} trajectories of "
@@ -325,8 +325,9 @@ def print_memory(lm, learners, peak):
     for algo, learner in learners.items():
         state = 2 if learner.config.optim_state_dtype == "bfloat16" else 4  # bytes per number
         per_parameter = size + max(size, state) + 2 * state + (4 if size == 2 else 0)
-        trained = sum(p.numel() for model in learner.models.values() for p in (
-            model.backbone if model is learner.critic else model).parameters())
+        trained = sum(p.numel() for p in lm.model.parameters())
+        if isinstance(learner, SeparateCritic):
+            trained += sum(p.numel() for p in learner.critic.backbone.parameters())
         reference = sum(p.numel() for p in lm.model.parameters()) * bool(learner.config.beta)
         kept[algo] = trained * per_parameter + reference * size
     print("memory kept throughout, computed: "

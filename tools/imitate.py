@@ -38,12 +38,12 @@ import envs
 import eval as evaluation
 import train
 from envs import AlfWorld
-from model import (actor_critic, float32_logits, is_tiny, load, make_batch, micro_batches,
-                   restricted_log_softmax)
+from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
+                   recommended_settings, restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
-from runtime.distributed import Stopped, init_distributed, mean_or_zero, print0, stop, world_size
+from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
 from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
 
@@ -309,16 +309,16 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
         yield batch
 
 
-def train_step(model, optimizer, micros, loss_of, gradient_checkpointing=False):
-    infos = train.accumulate_gradients(model, micros, loss_of, gradient_checkpointing)
-    train.optimizer_step(model, optimizer, infos)
+def train_step(model, optimizer, micros, loss_of, lr, gradient_checkpointing=False):
+    infos = train.accumulate_gradients(model, micros, gradient_checkpointing, loss_of)
+    train.optimizer_step(model, optimizer, infos, lr)
     optimizer.zero_grad()  # see train.Learner.free_gradients
 
 
 def imitate(lm, pool, config, flags, mapper=map):
     """Trains on demonstrations until flags.steps, or until the model reaches flags.until or
     flags.until_success in games that it has not seen. Saves its state in config.out now and then,
-    for flags.resume. Stopped: a signal came, and the state is saved."""
+    for flags.resume. KeyboardInterrupt: a signal came, and the state is saved."""
     state_dtype = getattr(torch, config.optim_state_dtype)
     optimizer = AdamW(lm.model.parameters(), flags.lr, state_dtype=state_dtype)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -345,7 +345,8 @@ def imitate(lm, pool, config, flags, mapper=map):
             micros = [make_batch(group).to(lm.device)
                       for group in micro_batches(batch, config.tokens_per_micro_batch)]
             loss_of = lambda micro: (imitation_loss(lm, micro, flags.text_weight) / tokens, {})
-            train_step(lm.model, optimizer, micros, loss_of, config.gradient_checkpointing)
+            train_step(lm.model, optimizer, micros, loss_of, schedule.get_last_lr()[0],
+                       config.gradient_checkpointing)
             schedule.step()
             bar.update()
             if (step + 1) % 200 == 0:
@@ -354,13 +355,13 @@ def imitate(lm, pool, config, flags, mapper=map):
                 goal = flags.until_success
                 if admissible >= flags.until if goal is None else won >= goal:
                     break
-            if stop.requested or time.time() > saved + SAVE_AFTER:
+            if stop.requested() or time.time() > saved + SAVE_AFTER:
                 saved = time.time()
                 save(lm, config.out, {"step": step + 1, "schedule": schedule.state_dict(),
                                       "states": optimizer.state_dict()["state"]})
-            if stop.requested:
+            if stop.requested():
                 print0(f"saved {step + 1} steps; continue with the same command and --resume")
-                raise Stopped
+                raise KeyboardInterrupt
 
 
 def save(lm, folder, state=None):
@@ -406,19 +407,32 @@ class Flags:
 
 
 SAVE_AFTER = 180  # seconds
-TINY = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}  # the defaults of tiny models
+# For models as small as those made here: the defaults of the flags above, and the settings of
+# train.py that a model's folder recommends.
+SMALL_FLAGS = {"lr": 4e-3, "text_weight": 0.1, "forget": 0.8}
+SMALL_SETTINGS = {
+    "dtype": "float32", "compile": False, "iterations": 40, "batch_size": 64, "max_new_tokens": 16,
+    "max_prompt": 8192, "lr": 4e-4, "critic_lr": 4e-4, "lr_warmup": 20, "lr_final_fraction": 0.0,
+    "mini_batch": 128, "tokens_per_micro_batch": 4096}
 
 
 def parse(argv=None):
     """Flags -> (train.py's Config, Flags). ValueError: they cannot be used."""
     parser = parser_for(
-        Flags, {"tiny": TINY}, "Imitation learning before Algorithm 1. The demonstrator is the "
-        "method advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. Flags "
-        "of train.py are allowed, too, such as --env, --model, --out, and those of prompts and "
-        "memory.")
+        Flags, "Imitation learning before Algorithm 1. The demonstrator is the method "
+        "advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. Flags of "
+        "train.py are allowed, too, such as --env, --model, --out, and those of prompts and memory."
+        f" A small model, such as one made here, has other defaults: {SMALL_FLAGS}.")
     flags, rest = parser.parse_known_args(argv)
-    config = train.parse_config(["--model", "random", *rest])
-    flags = Flags(**(TINY if is_tiny(config.model) else {}) | vars(flags))
+    given = vars(parser_for(train.Config, "").parse_args(rest))
+    given = {"env": "house", "model": "random"} | given
+    given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
+    random_model = given["model"] == "random"
+    small = SMALL_SETTINGS if random_model else recommended_settings(given["model"], given["env"])
+    if given.get("context") == "full":  # a prompt's limit is not a conversation's
+        small = {name: value for name, value in small.items() if name != "max_prompt"}
+    config = train.filled(train.settings(**small | given))
+    flags = Flags(**(SMALL_FLAGS if small else {}) | vars(flags))
     if world_size() > 1:
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
@@ -445,6 +459,7 @@ def main():
             own = config.env not in ("house", "alfworld")
             lm = random_tiny(config.seed, dtype, envs.env_class(config.env).role,
                              vocabulary_of(config, flags) if own else None)
+            lm.settings = SMALL_SETTINGS
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)

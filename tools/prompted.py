@@ -129,9 +129,9 @@ class Endpoint:
         threading.Thread(target=send, daemon=True).start()  # Ctrl-C does not wait for a daemon
 
     def run(self, steps=None):
-        """Returns the answers that have arrived. If no game is computing (steps is None), it waits
-        for one."""
-        done, _ = wait(self.requests, None if steps is None else 0, FIRST_COMPLETED)
+        """Waits a moment for an answer -> those that have arrived. `steps` are counted as if they
+        were decoded; None waits until one is there."""
+        done, _ = wait(self.requests, None if steps is None else 0.02, FIRST_COMPLETED)
         self.steps += steps or 0
         return [(self.requests.pop(request), request.result()) for request in done]
 

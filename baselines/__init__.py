@@ -1,0 +1,1 @@
+"""The methods that SAPO is compared with: their advantage estimators and learners."""
