@@ -151,9 +151,9 @@ class ShopPrompts(PromptBuilder):
         return name == "search" or name == "click" and offered
 
 
-def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]:
-    """A response -> (action, valid). The action is the lower-cased text between the first <action>
-    and the first </action> of one of these texts, in this order:
+def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
+    """A response -> (action, valid). The action is the text between the first <action> and the
+    first </action> of one of these texts, in this order:
 
     1. what follows the first </think> (the whole response, if there is none). If a further </think>
        comes after an </action>, that action was still a part of the thought: then what
@@ -162,20 +162,20 @@ def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]
 
     If neither has these two tags in this order, the action is the last `fallback` characters, and
     invalid. Else it is valid if there is a pair of think tags, too, and, as in verl-agent, no
-    Chinese character. `prefix` is how the chat template begins every response, for example with
-    <think>."""
-    low = text.lower()
-    whole = prefix.lower() + low
-    thought = 0 <= whole.find("<think>") < whole.find("</think>")
-    answer = whole[max(0, whole.find("</think>")):]  # verl-agent also searches the thought
+    Chinese character. Tags may be in any case. What a chat template begins a response with, <think>
+    and a line break or an empty thought, is no part of the last characters."""
+    text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
+    thought = 0 <= text.find("<think>") < text.find("</think>")
+    answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
     while "</think>" in (rest := answer.partition("</action>")[2]):
         answer = rest
-    for part in answer, whole.partition("<think>")[0]:
+    for part in answer, text.partition("<think>")[0]:
         start, end = part.find("<action>"), part.find("</action>")
         if 0 <= start < end:
             action = part[start + len("<action>"):end].strip()
             return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
-    return low[max(0, len(low) - fallback):], False
+    text = re.sub("^<think>\n(\n</think>\n\n)?", "", text)  # as some chat templates begin
+    return text[max(0, len(text) - fallback):], False
 
 
 # --------------------------------------------------------------- the protocol of an environment
@@ -186,18 +186,21 @@ class Env:
         tasks(split) -> ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with `info` as above. An episode's rewards must sum to within +-r_max. In turn number `horizon`,
-    `truncated` must be True unless `terminated` is. The first obs must state the task. One object
-    plays many games, so reset must reset everything, and many objects are used at once in one
-    process. The same actions must lead to the same answers, because the games of a worker that died
-    are played again; and tasks() must always be the same. tools/imitate.py also needs
-    advice(forgetful) -> (thought, command) or None, a demonstrator. The rest has defaults.
+    with `info` as above. parse_action(text) -> (action, valid) reads a response, with what the chat
+    template began it with; its default is tagged_action. An episode's rewards must sum to within
+    +-r_max. In turn number `horizon`, `truncated` must be True unless `terminated` is. The first
+    obs must state the task. One object plays many games, so reset must reset everything, and many
+    objects are used at once in one process. The same actions must lead to the same answers, because
+    the games of a worker that died are played again; and tasks() must always be the same.
+    tools/imitate.py also needs advice(forgetful) -> (thought, command) or None, a demonstrator. The
+    rest has defaults.
 
     The worker pool checks every answer: obs, task and commands are text (lone surrogates are
     replaced); terminated, truncated and won are True or False; reward is finite, and score from 0
-    to 1. NumPy types are allowed. A command must be in lower case without blanks at its ends,
-    because actions are read that way. Anything else, and any exception, becomes a GameError with
-    the game and the turn. A worker that does not answer for `patience` seconds is replaced."""
+    to 1. NumPy types are allowed. A command must be one that parse_action can read: without blanks
+    at its ends, and in lower case where actions are. Anything else, and any exception, becomes a
+    GameError with the game and the turn. A worker that does not answer for `patience` seconds is
+    replaced."""
 
     flags = ("horizon",)  # train.py's settings that the constructor takes
     horizon = 50  # maximum number of turns per episode
@@ -217,6 +220,10 @@ class Env:
     def prompt_builder(cls, obs, info):
         return cls.prompt_builder_class(obs, info, cls.role)
 
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text, cls.fallback)
+
     def expert(self):
         return None
 
@@ -235,6 +242,10 @@ class House(Env):
     def __init__(self, places=5, objects=4, horizon=None):
         super().__init__(horizon)
         self.room = Room(places, objects)
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
 
     def tasks(self, split):
         return task_ids(split)
@@ -279,6 +290,10 @@ class AlfWorld(Env):
     def __init__(self, data=None, horizon=None):
         super().__init__(horizon)
         self.root, self.engine = alfworld_root(data), Engine()
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
 
     def tasks(self, split):
         return game_folders(self.root, split)
@@ -334,6 +349,10 @@ class WebShop(Env):
         super().__init__(horizon)
         from simulators.webshop import Shop
         self.shop = Shop(data, self.goals)
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
 
     def tasks(self, split):
         return [f"{i:07d}" for i in self.shop.goals.split(split)]
@@ -468,12 +487,13 @@ def as_bool(value, what):
 
 
 @functools.lru_cache(1 << 16)
-def as_command(value):
+def as_command(value, parse_action):
+    """A command that the environment's parse_action reads as it is."""
     command = as_text(value, "a command")
-    action, valid = parse_action(f"<think></think><action>{command}</action>", 0)
+    action, valid = parse_action(f"<think></think><action>{command}</action>")
     if not valid or action != command:
-        why = ("commands must be in lower case, without blanks at their ends" if valid else
-               "and the response would count as invalid")
+        why = ("commands must be without blanks at their ends, and in lower case where "
+               "parse_action lower-cases" if valid else "and the response would count as invalid")
         raise ValueError(f"no response can give the command {command!r}: it would be read as "
                          f"{action!r}, {why}")
     return command
@@ -484,7 +504,7 @@ def as_python(value):
     return value.item() if hasattr(value, "item") else value
 
 
-def as_info(info):
+def as_info(info, parse_action):
     if not isinstance(info, Mapping):
         raise ValueError(f"info is {info!r}, not a dict")
     if missing := [k for k in ("admissible", "task", "category", "won", "score") if k not in info]:
@@ -497,7 +517,7 @@ def as_info(info):
     score = as_number(info["score"], "score")
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
         raise ValueError(f"score is {score}, not a number from 0 to 1")
-    return {"admissible": [as_command(command) for command in info["admissible"]],
+    return {"admissible": [as_command(c, parse_action) for c in info["admissible"]],
             "task": as_text(info["task"], "task"), "category": category,
             "won": as_bool(info["won"], "won"), "score": score}
 
@@ -529,17 +549,19 @@ class EnvWorker:
 
     def start(self, number, task):
         self.load(number, task)
-        self.playing[number], obs, info = self.ready.pop(number)
-        return as_text(obs, "obs"), as_info(info)
+        env, obs, info = self.ready.pop(number)
+        self.playing[number] = env
+        return as_text(obs, "obs"), as_info(info, env.parse_action)
 
     def step(self, number, action):
+        env = self.playing[number]
         obs, reward, terminated, truncated, info = parts_of(
-            self.playing[number].step(action), "step()",
-            "obs, reward, terminated, truncated, info")
+            env.step(action), "step()", "obs, reward, terminated, truncated, info")
         over = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
         if any(over):
             self.drop(number)
-        return as_text(obs, "obs"), as_number(reward, "reward"), *over, as_info(info)
+        info = as_info(info, env.parse_action)
+        return as_text(obs, "obs"), as_number(reward, "reward"), *over, info
 
     def drop(self, number, argument=None):
         if number in self.playing:
@@ -750,7 +772,8 @@ def play_by_hand(env):
     terminated = truncated = False
     while not (terminated or truncated):
         print(obs.strip() + "\n\nCommands: " + quoted(info["admissible"]))
-        action = input("> ").strip().lower()
+        command = input("> ").strip()
+        action, _ = env.parse_action(f"<think></think><action>{command}</action>")
         if not action:
             plan = env.expert()
             action = (plan or info["admissible"])[0]

@@ -55,7 +55,7 @@ import model as model_module
 import rollout as rollout_module
 import sapo
 import train
-from envs import Pool, make_env, parse_action, tasks
+from envs import Pool, make_env, tasks
 from model import (actor_critic, compiled_scoring, entropy, float32_logits, load, make_batch,
                    check_initial_readout, reserve_value_ids, restricted_log_softmax, sample_token,
                    value_readout)
@@ -615,8 +615,8 @@ def test_token_gae_matches_a_loop(seed):
 
 # ---------------------------------------------------------------------- prompts and the parser
 
-@pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
-    ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "go to desk 1", True),
+RESPONSES = pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
+    ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "GO to Desk 1", True),
     ("<think>\na\n</think>\n<action>\nlook\n</action>\n", "look", True),
     ("<action>look</action> and <think>a</think>", "look", True),
     ("<think>a</think><action>look</action><action>help</action>", "look", True),
@@ -634,8 +634,25 @@ def test_token_gae_matches_a_loop(seed):
     ("<think>Not </think><action>a</action>.</think><action>look</action>", "look", True),
     ("<think>a</think><action>go </think><action>look</action>", "go </think><action>look", True),
     ("<think>long enough</think><action>look", None, False)])
-def test_parse_action(text, action, valid):
-    assert parse_action(text, 30) == (text.lower()[-30:] if action is None else action, valid)
+@RESPONSES
+@pytest.mark.parametrize("env", [envs.House, envs.AlfWorld, envs.WebShop, envs.Env])
+def test_parse_action(env, text, action, valid):
+    """Only the default keeps the case."""
+    expected = text[-env.fallback:] if action is None else action
+    assert env.parse_action(text) == (expected if env is envs.Env else expected.lower(), valid)
+
+
+@pytest.mark.parametrize("prefix", ["<think>\n", "<think>\n\n</think>\n\n"])
+def test_what_a_template_begins_a_response_with_is_no_action(prefix):
+    for text in ("look", "\n look\n", "", "I think that I WILL go to the fridge now"):
+        assert envs.Env.parse_action(prefix + text) == (text[-30:], False)
+        assert envs.WebShop.parse_action(prefix + text) == (text[-20:].lower(), False)
+
+
+@pytest.mark.parametrize("action", ['{"q": "SELECT Name"}', "\u0130\u017f \u212a\u03a3", "<b>"])
+def test_default_parser_keeps_an_action_as_it_is(action):
+    text = f"<think>\u0130</think> <ACTION> {action} </Action>"
+    assert envs.Env.parse_action(text) == (action, True)
 
 
 def conversation(turns):
@@ -648,7 +665,7 @@ def conversation(turns):
     episode = envs.HouseholdPrompts(first_obs, info(0))
     for i in range(1, turns + 1):
         text = f"<think> secret {i} </think> <action> Dance {{obs}} {i} </action>"
-        action, _ = parse_action(text, 30)
+        action, _ = envs.House.parse_action(text)
         episode.record(action, f"\nYou saw {i}.\n", info(i))
     return episode
 
@@ -1594,7 +1611,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
             obs, info = env.reset(t.task)
             episode = envs.House.prompt_builder(obs, info)
         assert t.prompt == episode.window_prompt(history) and t.obs == obs
-        action, valid = parse_action(t.text, env.fallback)
+        action, valid = env.parse_action(t.text)
         assert (t.action, t.invalid) == (action, not valid)
         assert t.admissible == (action in info["admissible"])
         obs, reward, won, truncated, info = env.step(action)
@@ -1749,7 +1766,7 @@ def test_text_of_a_game_never_becomes_control_tokens(name):
     for answer, valid in ((thought + "<action>look</action>", True),
                           ("<think>a</think><action>look</action>", True),
                           ("<action>look</action>", "</think>" in prefix)):
-        assert parse_action(answer, 30, prefix) == ("look", valid)
+        assert envs.House.parse_action(prefix + answer) == ("look", valid)
 
 
 # ---- use in other programs
@@ -3207,9 +3224,12 @@ def test_task_ids_are_strings_or_integers():
         envs.tasks(Mine, "train")
 
 
-def test_command_that_would_make_a_response_invalid_is_refused():
+def test_command_that_no_response_can_give_is_refused():
     with pytest.raises(ValueError, match="and the response would count as invalid"):
-        envs.as_command("\u5317")
+        envs.as_command("\u5317", envs.Env.parse_action)
+    assert envs.as_command("SELECT Name", envs.Env.parse_action) == "SELECT Name"
+    with pytest.raises(ValueError, match="read as 'select name', .*lower case"):
+        envs.as_command("SELECT Name", envs.House.parse_action)
 
 
 def test_workers_cannot_import_a_class_of_the_main_module():
