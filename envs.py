@@ -1,53 +1,39 @@
-"""Text environments behind one protocol, their prompts, the action parser and the worker pool.
+"""Text environments behind one protocol, and their prompts.
 
     env = make_env("house")        or make_env("alfworld", data=DIR), make_env("webshop", data=DIR)
     obs, info = env.reset(tasks("house", "train")[0])
-    obs, reward, terminated, truncated, info = env.step("go to fridge 1")      as in Gymnasium
+    action, valid = env.parse_action("<think>...</think> <action>go to fridge 1</action>")
+    obs, reward, terminated, truncated, info = env.step(action)      as in Gymnasium
     env.expert()                   a list of commands that wins from here, or None
 
 info has admissible (a list of commands), task (a sentence), category, won (bool) and score (0 to
 1). The step that wins gets the reward REWARD, every other step 0. An action that the environment
 cannot use is never an exception: the answer is "Nothing happens.", or in the shop the same page
-again.
+again. Each environment wraps a game of simulators/:
 
 - `house` is a small version of ALFWorld in plain Python, with the same commands and task types.
 - `alfworld` is the original: the alfworld package's TextWorld engine, with the games in
   $ALFWORLD_DATA.
-- `webshop` is WebShop's text environment (simulators/webshop.py), with the catalogue in
-  $WEBSHOP_DATA.
+- `webshop` is WebShop's text environment, with the catalogue in $WEBSHOP_DATA.
 
 The prompts carry the same information as verl-agent's (commit 796ed31, the GiGPO paper's
-framework), but are worded differently. Nothing here imports torch, so that worker processes start
-quickly.
+framework), but are worded differently. A Pool plays many games side by side in worker processes
+(runtime/workers.py). They import this file, so nothing here imports torch: they start quickly.
     python envs.py [--env alfworld|webshop --data DIR]                  play an episode yourself
 """
 import argparse
-import contextlib
-import copy
-import functools
-import hashlib
 import inspect
-import itertools
-import numbers
 import os
 import pkgutil
-import queue
-import random
 import re
-import subprocess
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
 
-from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
+from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
+from runtime.workers import WorkerPool, as_python, processes_per_rank
+from simulators.house import NOTHING, Room, task_ids
 from simulators.textworld import Engine, alfworld_root, game_folders
 
 REWARD = 10.0
-NOTHING = "Nothing happens."  # the answer to a command that cannot be used
 CATEGORIES = {"pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look",
               "pick_clean_then_place_in_recep": "Clean", "pick_heat_then_place_in_recep": "Heat",
               "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
@@ -155,9 +141,9 @@ class ShopPrompts(PromptBuilder):
         return name == "search" or name == "click" and offered
 
 
-def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]:
-    """A response -> (action, valid). The action is the lower-cased text between the first <action>
-    and the first </action> of one of these texts, in this order:
+def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
+    """A response -> (action, valid). The action is the text between the first <action> and the
+    first </action> of one of these texts, in this order:
 
     1. what follows the first </think> (the whole response, if there is none). If a further </think>
        comes after an </action>, that action was still a part of the thought: then what
@@ -166,20 +152,20 @@ def parse_action(text: str, fallback: int, prefix: str = "") -> tuple[str, bool]
 
     If neither has these two tags in this order, the action is the last `fallback` characters, and
     invalid. Else it is valid if there is a pair of think tags, too, and, as in verl-agent, no
-    Chinese character. `prefix` is how the chat template begins every response, for example with
-    <think>."""
-    low = text.lower()
-    whole = prefix.lower() + low
-    thought = 0 <= whole.find("<think>") < whole.find("</think>")
-    answer = whole[max(0, whole.find("</think>")):]  # verl-agent also searches the thought
+    Chinese character. Tags may be in any case. What a chat template begins a response with, <think>
+    and a line break or an empty thought, is no part of the last characters."""
+    text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
+    thought = 0 <= text.find("<think>") < text.find("</think>")
+    answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
     while "</think>" in (rest := answer.partition("</action>")[2]):
         answer = rest
-    for part in answer, whole.partition("<think>")[0]:
+    for part in answer, text.partition("<think>")[0]:
         start, end = part.find("<action>"), part.find("</action>")
         if 0 <= start < end:
             action = part[start + len("<action>"):end].strip()
             return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
-    return low[max(0, len(low) - fallback):], False
+    text = re.sub("^<think>\n(\n</think>\n\n)?", "", text)  # as some chat templates begin
+    return text[max(0, len(text) - fallback):], False
 
 
 # --------------------------------------------------------------- the protocol of an environment
@@ -190,18 +176,21 @@ class Env:
         tasks(split) -> ids, str or int, of the splits "train" and held_out[0]
         reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
 
-    with `info` as above. An episode's rewards must sum to within +-r_max. In turn number `horizon`,
-    `truncated` must be True unless `terminated` is. The first obs must state the task. One object
-    plays many games, so reset must reset everything, and many objects are used at once in one
-    process. The same actions must lead to the same answers, because the games of a worker that died
-    are played again; and tasks() must always be the same. tools/imitate.py also needs
-    advice(forgetful) -> (thought, command) or None, a demonstrator. The rest has defaults.
+    with `info` as above. parse_action(text) -> (action, valid) reads a response, with what the chat
+    template began it with; its default is tagged_action. An episode's rewards must sum to within
+    +-r_max. In turn number `horizon`, `truncated` must be True unless `terminated` is. The first
+    obs must state the task. One object plays many games, so reset must reset everything, and many
+    objects are used at once in one process. The same actions must lead to the same answers, because
+    the games of a worker that died are played again; and tasks() must always be the same.
+    tools/imitate.py also needs advice(forgetful) -> (thought, command) or None, a demonstrator. The
+    rest has defaults.
 
     The worker pool checks every answer: obs, task and commands are text (lone surrogates are
     replaced); terminated, truncated and won are True or False; reward is finite, and score from 0
-    to 1. NumPy types are allowed. A command must be in lower case without blanks at its ends,
-    because actions are read that way. Anything else, and any exception, becomes a GameError with
-    the game and the turn. A worker that does not answer for `patience` seconds is replaced."""
+    to 1. NumPy types are allowed. A command must be one that parse_action can read: without blanks
+    at its ends, and in lower case where actions are. Anything else, and any exception, becomes a
+    GameError with the game and the turn. A worker that does not answer for `patience` seconds is
+    replaced."""
 
     flags = ("horizon",)  # train.py's settings that the constructor takes
     horizon = 50  # maximum number of turns per episode
@@ -221,48 +210,20 @@ class Env:
     def prompt_builder(cls, obs, info):
         return cls.prompt_builder_class(obs, info, cls.role)
 
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text, cls.fallback)
+
     def expert(self):
         return None
 
 
 # --------------------------------------------------------------------------------------- house
 
-# A house of n places has a sinkbasin, a microwave, a fridge, and n - 3 others of the types
-# PLACES[:n]. One with m things has things of the types OBJECTS[:2 * m].
-OBJECTS = """apple mug egg potato plate tomato book pen vase box bowl bread cup lettuce fork pan
-knife pot spoon winebottle cloth soapbar spatula ladle kettle cd butterknife dishsponge pencil
-statue pillow laptop alarmclock cellphone creditcard keychain newspaper remotecontrol watch candle
-saltshaker peppershaker tissuebox spraybottle""".split()
-CAN_BE = {
-    "clean": """apple mug egg potato plate tomato bowl cup lettuce fork pan knife pot spoon cloth
-        soapbar spatula ladle kettle butterknife dishsponge""".split(),
-    "heat": "apple mug egg potato plate tomato bread cup".split(),
-    "cool": "apple mug egg potato plate tomato bowl bread cup lettuce pan pot winebottle".split()}
-PLACES = """countertop cabinet shelf drawer desk dresser sidetable garbagecan coffeetable sofa
-diningtable stoveburner armchair bed safe cart ottoman toilet coffeemachine toaster""".split()
-OPENABLE = {"fridge", "microwave", "cabinet", "drawer", "safe"}
-GOALS = dict(zip(CATEGORIES, (
-    "put a {obj} in {dest}.", "look at {obj} under the desklamp.", "put a clean {obj} in {dest}.",
-    "put a hot {obj} in {dest}.", "put a cool {obj} in {dest}.", "put two {obj} in {dest}.")))
-STATES = {"clean": "clean", "heat": "hot", "cool": "cool"}  # the state after each verb
-SIZES = {"train": 4000, "test": 1000}  # number of tasks per split
-
-
-def numbered(types):  # ["mug", "pen", "mug"] -> ["mug 1", "pen 1", "mug 2"]
-    return [f"{t} {types[:i + 1].count(t)}" for i, t in enumerate(types)]
-
-
-def listing(names):  # ["mug 1", "pen 1"] -> "a mug 1, and a pen 1"
-    *others, last = [f"a {n}" for n in names] or ["nothing"]
-    return f"{', '.join(others)}, and {last}" if others else last
-
-
-class House(HouseholdExpert, Env):
-    """One room with `places` places and `objects` things to carry, most of which cannot be seen
-    before the agent goes there and opens what is closed. A task id is a number as a string. It
-    determines the split and, for a given size, the room and the goal. A room in which the expert
-    needs more than min(4 * places, 50) steps is drawn again, at most 1000 times. The default
-    horizon fits 5 places; larger houses need a longer one, up to that bound."""
+class House(Env):
+    """The room of simulators/house.py, with `places` places and `objects` things to carry. A task
+    id is a number as a string. The default horizon fits 5 places; larger houses need a longer one,
+    up to the expert's min(4 * places, 50)."""
 
     flags, horizon = ("places", "objects", "horizon"), 20
     held_out, categories = ("test", 192), CATEGORIES
@@ -270,175 +231,38 @@ class House(HouseholdExpert, Env):
 
     def __init__(self, places=5, objects=4, horizon=None):
         super().__init__(horizon)
-        if places < 5 or objects < 2:
-            raise ValueError(f"house: places {places}, objects {objects}; it needs 5 and 2 or more")
-        self.size = places, objects
+        self.room = Room(places, objects)
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
 
     def tasks(self, split):
-        """The hash of a task's number decides its split, whatever the size of the house."""
-        if split not in SIZES:
-            raise ValueError(f"house has no split {split!r}; known: {', '.join(SIZES)}")
-        hashes = ((n, hashlib.sha256(str(n).encode()).digest()) for n in itertools.count())
-        ids = (f"{n:05d}" for n, digest in hashes if (digest[0] % 5 == 0) == (split == "test"))
-        return list(itertools.islice(ids, SIZES[split]))
+        return task_ids(split)
 
     def reset(self, task):
-        for attempt in range(1000):
-            rng = random.Random(f"{int(task)}.{attempt} {self.size}")
-            self.draw_places(rng)
-            self.draw_task(rng)
-            if 1 <= len(self.expert() or []) <= min(4 * self.size[0], 50):
-                break
-        return f"{self.overview()}\n\nYour task is to: {self.task}", self.info()
-
-    # ---- drawing a room
-    def draw_places(self, rng):
-        n = self.size[0]
-        others = [rng.choice(PLACES[:n]) for _ in range(n - len(APPLIANCES))]
-        if all(p in OPENABLE for p in others):
-            others[0] = PLACES[0]  # the lamp needs an open place
-        self.places = sorted(numbered(list(APPLIANCES.values()) + others))
-        self.begin, self.contents = self.places[0], {p: [] for p in self.places}
-        self.lamp_at = rng.choice([p for p in self.places
-                                   if type_of(p) in others and type_of(p) not in OPENABLE])
-
-    def draw_task(self, rng):
-        self.category = rng.choice(list(GOALS))
-        self.verb = verb_of(self.category)
-        kinds = OBJECTS[:2 * self.size[1]]
-        obj = rng.choice([t for t in kinds if self.verb is None or t in CAN_BE[self.verb]])
-        self.goal = obj, type_of(rng.choice(self.places))
-        self.task = GOALS[self.category].format(obj=obj, dest=self.goal[1])
-        self.wanted = 2 if self.category == "pick_two_obj_and_place" else 1
-        types = [obj] * self.wanted
-        types += [rng.choice(kinds) for _ in range(self.size[1] - len(types))]
-        for thing in numbered(types):
-            # the goal's object never starts at its destination
-            free = [p for p in self.places if type_of(thing) != obj or type_of(p) != self.goal[1]]
-            self.contents[rng.choice(free)].append(thing)
-        self.at, self.holding, self.opened, self.states, self.lit = None, None, set(), {}, False
-        self.steps, self.won = 0, False
-
-    # ---- observations
-    def overview(self):
-        seen = listing(self.places[::-1])
-        return f"You are in the middle of a room. Looking quickly around you, you see {seen}."
-
-    def closed(self, place):
-        return type_of(place) in OPENABLE and place not in self.opened
-
-    def inside(self, place):
-        lamp = [LAMP] if place == self.lamp_at else []
-        return [] if self.closed(place) else self.contents[place] + lamp
-
-    def view(self, place):
-        if self.closed(place):
-            return f"The {place} is closed."
-        where = f"The {place} is open. In it" if type_of(place) in OPENABLE else f"On the {place}"
-        return f"{where}, you see {listing(self.inside(place))}."
-
-    def admissible(self):
-        here, thing = self.at, self.holding
-        out = ["help", "inventory", "look"] + [f"go to {p}" for p in self.places if p != here]
-        out += [f"examine {x}" for x in (here, thing) if x]
-        if here:
-            if type_of(here) in OPENABLE:
-                out.append(f"open {here}" if self.closed(here) else f"close {here}")
-            if thing is None:
-                out += [f"take {o} from {here}" for o in self.inside(here) if o != LAMP]
-            elif not self.closed(here):
-                out.append(f"move {thing} to {here}")
-            out += [f"{verb} {thing} with {here}" for verb, tool in APPLIANCES.items()
-                    if thing and tool == type_of(here) and type_of(thing) in CAN_BE[verb]]
-            if LAMP in self.inside(here):
-                out += [f"use {LAMP}", f"examine {LAMP}"]
-        return sorted(out)
+        obs = self.room.enter(task)
+        self.steps = 0
+        return obs, self.info()
 
     def info(self):
-        return {"admissible": self.admissible(), "task": self.task, "category": self.category,
-                "won": self.won, "score": float(self.won)}
+        room = self.room
+        return {"admissible": room.actions(), "task": room.task, "category": room.category,
+                "won": room.won, "score": float(room.won)}
 
-    # ---- actions
     def step(self, action):
-        obs = self.act(action) if action in self.admissible() else NOTHING
+        before = self.room.won
+        obs, info = self.room.act(action), self.info()
         self.steps += 1
-        before, self.won = self.won, self.won or self.achieved()
-        reward = REWARD if self.won and not before else 0.0
-        return obs, reward, self.won, self.steps >= self.horizon and not self.won, self.info()
-
-    def act(self, command):
-        """Executes an admissible command and returns the observation."""
-        verb, _, rest = command.partition(" ")
-        here, thing = self.at, self.holding
-        if verb == "go":
-            self.at = rest.removeprefix("to ")
-            return f"You arrive at {self.at}. {self.view(self.at)}"
-        if verb == "open":
-            self.opened.add(here)
-            return f"You open the {here}. {self.view(here)}"
-        if verb == "close":
-            self.opened.remove(here)
-            return f"You close the {here}."
-        if verb == "take":
-            self.holding = rest.removesuffix(f" from {here}")
-            self.contents[here].remove(self.holding)
-            return f"You pick up the {self.holding} from the {here}."
-        if verb == "move":
-            self.holding = None
-            self.contents[here].append(thing)
-            return f"You move the {thing} to the {here}."
-        if verb in APPLIANCES:
-            undone = {"heat": {"cool"}, "cool": {"hot"}}.get(verb, set())
-            self.states[thing] = self.states.get(thing, set()) - undone | {STATES[verb]}
-            return f"You {verb} the {thing} using the {here}."
-        if verb == "use":
-            self.lit = True
-            return f"You turn on the {LAMP}."
-        return self.examine(rest) if verb == "examine" else self.tell(verb)
-
-    def examine(self, what):
-        if what in self.contents:
-            return self.view(what)
-        states = sorted(self.states.get(what, ()), reverse=True)
-        if not states:
-            return f"There's nothing special about {what}."
-        # as in ALFWorld: "cold" for what is only cool, and "cool" in combinations
-        return f"This is a {'cold' if states == ['cool'] else ' and '.join(states)} {what}."
-
-    def tell(self, verb):
-        if verb == "inventory":
-            what = f"carrying: a {self.holding}" if self.holding else "not carrying anything"
-            return f"You are {what}."
-        if verb == "look":
-            here = f"You are facing the {self.at}. Next to it, you see nothing."
-            return here if self.at else self.overview()
-        return ("Commands: go to, open, close, take, move, clean, heat, cool, use, examine, "
-                "inventory, look.")
-
-    def achieved(self):
-        if self.needs_lamp():
-            return self.lit and self.at == self.lamp_at and self.in_hand()
-        return self.placed() >= self.wanted
-
-    def placed(self, any_state=False):
-        """How many of the goal's objects are at their destination and, unless any_state,
-        treated."""
-        obj, dest = self.goal
-        things = [thing for p in self.places if type_of(p) == dest for thing in self.contents[p]]
-        return sum(type_of(thing) == obj and (any_state or self.treated(thing)) for thing in things)
-
-    def treated(self, thing):
-        return self.verb is None or STATES[self.verb] in self.states.get(thing, ())
+        truncated = self.steps >= self.horizon and not info["won"]
+        reward = REWARD if info["won"] and not before else 0.0
+        return obs, reward, info["won"], truncated, info
 
     def expert(self):
-        """A list of commands that wins from here, found in a copy of the room; None if it is won,
-        or if none is found."""
-        twin, plan = copy.deepcopy(self), []
-        while not twin.won and len(plan) <= 8 * len(self.places):
-            plan.append(twin.advice()[1])
-            twin.act(plan[-1])
-            twin.won = twin.achieved()
-        return plan if plan and twin.won else None
+        return self.room.expert()
+
+    def advice(self, forgetful=False):
+        return self.room.advice(forgetful)
 
 
 # ------------------------------------------------------------------------------------ alfworld
@@ -456,6 +280,10 @@ class AlfWorld(Env):
     def __init__(self, data=None, horizon=None):
         super().__init__(horizon)
         self.root, self.engine = alfworld_root(data), Engine()
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
 
     def tasks(self, split):
         return game_folders(self.root, split)
@@ -511,6 +339,10 @@ class WebShop(Env):
         super().__init__(horizon)
         from simulators.webshop import Shop
         self.shop = Shop(data, self.goals)
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
 
     def tasks(self, split):
         return [f"{i:07d}" for i in self.shop.goals.split(split)]
@@ -572,16 +404,6 @@ def env_class(name) -> type[Env]:
     return found
 
 
-def importable_name(env) -> str:
-    """The name by which worker processes can import an environment. ValueError: there is none."""
-    if isinstance(env, type):
-        env = f"{env.__module__}:{env.__qualname__}"
-    if env.startswith("__main__:") or "<locals>" in env:
-        raise ValueError(f"worker processes cannot import {env}: put the class into a module, or "
-                         "use workers=0 to play in this process")
-    return env
-
-
 def make_env(name, **options) -> Env:
     """Makes an environment with options for its `flags`. ValueError: it does not take them."""
     env = env_class(name)
@@ -610,316 +432,17 @@ def options_for(settings: dict) -> dict:
 
 
 def default_workers(name) -> int:
-    """Worker processes per rank: a machine's cores, at most 16, shared among its ranks; none for
-    the house."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return 0 if name == "house" else max(1, min(16, cores) // ranks)
+    """Worker processes per rank: 0 for the house, whose steps take less time than a message."""
+    return 0 if name == "house" else processes_per_rank()
 
 
-# -------------------------------------------------------------------------------- worker pool
-
-class GameError(RuntimeError):
-    """An environment failed, or its worker died again and again. The message names the game."""
-
-
-# The answers of an environment as Python's own types; ValueError: they are not what they should be.
-
-def as_text(value, what):
-    """A string or number as a string, without lone surrogates, which cannot be encoded."""
-    if not isinstance(value, (str, numbers.Number)):
-        raise ValueError(f"{what} is {value!r}, not a string")
-    return str(value).encode("utf-8", "replace").decode()
+def Pool(name, options=None, workers=0) -> WorkerPool:
+    """Plays games of an environment, a name or a class, in `workers` processes or with 0 in this
+    one, with options for its `flags`."""
+    return WorkerPool("envs:make_env", name, env_class(name), options, workers)
 
 
-def as_number(value, what):
-    if not abs(number := float(as_python(value))) < 1e38:  # in float32 it would be infinite
-        raise ValueError(f"{what} is {number}")
-    return number
-
-
-def as_bool(value, what):
-    if value not in (True, False):
-        raise ValueError(f"{what} is {value!r}, not True or False")
-    return bool(value)
-
-
-@functools.lru_cache(1 << 16)
-def as_command(value):
-    command = as_text(value, "a command")
-    action, valid = parse_action(f"<think></think><action>{command}</action>", 0)
-    if not valid or action != command:
-        why = ("commands must be in lower case, without blanks at their ends" if valid else
-               "and the response would count as invalid")
-        raise ValueError(f"no response can give the command {command!r}: it would be read as "
-                         f"{action!r}, {why}")
-    return command
-
-
-def as_python(value):
-    """A Python value for a NumPy value, which could not be written as JSON."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def as_info(info):
-    if not isinstance(info, Mapping):
-        raise ValueError(f"info is {info!r}, not a dict")
-    if missing := [k for k in ("admissible", "task", "category", "won", "score") if k not in info]:
-        raise ValueError(f"info lacks {', '.join(missing)}")
-    if isinstance(info["admissible"], str):
-        raise ValueError(f"admissible is {info['admissible']!r}, not a list of commands")
-    category = as_python(info["category"])
-    if not isinstance(category, (str, int, float, type(None))):
-        raise ValueError(f"category is {category!r}, not a string, a number or None")
-    score = as_number(info["score"], "score")
-    if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
-        raise ValueError(f"score is {score}, not a number from 0 to 1")
-    return {"admissible": [as_command(command) for command in info["admissible"]],
-            "task": as_text(info["task"], "task"), "category": category,
-            "won": as_bool(info["won"], "won"), "score": score}
-
-
-def parts_of(answer, method, names):
-    """What a method returned, after checking that it has as many parts as there are names."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != len(names.split(", ")):
-        raise ValueError(f"{method} must return ({names}), and returned {answer!r:.200}")
-    return answer
-
-
-class EnvWorker:
-    """Plays many games, by number, in one process: the worker's side of the pool."""
-
-    def __init__(self, name, options):
-        self.name, self.options = name, options
-        # the numbers of all games loaded so far. Requests to load are handled last, so one may be
-        # handled after its game was started; it must then do nothing
-        self.loaded = set()
-        self.ready = {}  # loaded but not started: (environment, obs, info)
-        self.playing = {}  # the environments of games that are being played
-        self.spare = []  # environments that can be used again
-
-    def load(self, number, task):
-        if number not in self.loaded:
-            env = self.spare.pop() if self.spare else make_env(self.name, **self.options)
-            self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
-            self.loaded.add(number)
-
-    def start(self, number, task):
-        self.load(number, task)
-        self.playing[number], obs, info = self.ready.pop(number)
-        return as_text(obs, "obs"), as_info(info)
-
-    def step(self, number, action):
-        obs, reward, terminated, truncated, info = parts_of(
-            self.playing[number].step(action), "step()",
-            "obs, reward, terminated, truncated, info")
-        over = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
-        if any(over):
-            self.drop(number)
-        return as_text(obs, "obs"), as_number(reward, "reward"), *over, as_info(info)
-
-    def drop(self, number, argument=None):
-        if number in self.playing:
-            self.spare.append(self.playing.pop(number))
-
-    def execute(self, number, requests):
-        """The answer to the last of the requests, or a GameError, because not every exception can
-        be pickled."""
-        try:
-            for op, argument in requests:
-                answer = getattr(self, op)(number, argument)
-            return answer
-        except (Exception, SystemExit) as error:
-            *_, last = traceback.extract_tb(error.__traceback__)
-            return GameError(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
-
-
-def worker_main(fd):
-    """A worker process: answers requests until its parent closes the pipe."""
-    conn, messages = Connection(fd), queue.PriorityQueue()
-    worker = EnvWorker(*conn.recv())
-
-    def read():
-        try:
-            for n in itertools.count():
-                number, requests, wants_answer = conn.recv()
-                messages.put((requests[0][0] == "load", n, number, requests, wants_answer))
-        finally:
-            os._exit(0)
-
-    # a thread always reads what the parent sends: with both pipes full, both sides would hang
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        *_, number, requests, wants_answer = messages.get()  # loads come last
-        answer = worker.execute(number, requests)
-        if wants_answer:
-            conn.send((number, answer))
-
-
-@dataclass
-class OpenGame:
-    """What the parent knows of a game."""
-
-    worker: int
-    task: str
-    requests: list = field(default_factory=list)  # all (op, argument), to replay them if need be
-    answer: tuple = None  # to the last request; None: not there yet
-    order: int = 0  # of the last request, among those of all games
-    number: int = field(default_factory=itertools.count().__next__)  # never used twice
-
-
-class Pool:
-    """Plays games of an environment (a name or a class) side by side in `workers` processes, or
-    with 0 in this one. The caller chooses the games' keys.
-
-        pool.load(tasks)            loads games in the background, while the model is busy
-        pool.start(key, task); pool.step(key, action)
-        pool.gather(keys)           their answers, in order: (obs, info), or the five of step()
-        pool.drop(key)              gives up an unfinished game
-
-    A worker that dies, or does not answer within the environment's `patience`, is replaced and its
-    games are replayed; the caller does not notice. A GameError names a game that fails, or the
-    games that waited when a worker was lost for the fourth time in a row."""
-
-    warn_after = 60  # seconds without an answer after which the games are named
-
-    def __init__(self, name, options=None, workers=0):
-        self.options, self.env = options or {}, env_class(name)
-        self.local = None if workers else EnvWorker(name, self.options)
-        self.name = importable_name(name) if workers else getattr(name, "__name__", name)
-        # by worker: process, pipe, how often it was lost since its last answer
-        self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
-        self.games = {}  # by key
-        self.loading = {}  # task: games that are being loaded
-        self.loaders = itertools.cycle(range(workers))
-        self.order = itertools.count()
-        self.seconds = 0.0  # spent on games or waiting for them
-        for w in range(workers):
-            self.spawn(w)
-
-    # ---- what the caller uses
-    def load(self, tasks):
-        for task in tasks if self.procs else ():
-            loading = self.loading.setdefault(task, [])
-            while len(loading) < tasks.count(task):
-                game = OpenGame(next(self.loaders), task)
-                loading.append(game)
-                self.send(game, [("load", task)])
-
-    def start(self, key, task):
-        if key in self.games:
-            self.drop(key)
-        if self.loading.get(task):
-            game = self.loading[task].pop(0)
-        else:
-            busy = [game.worker for game in self.games.values()]
-            game = OpenGame(min(range(len(self.procs)), key=busy.count, default=0), task)
-        self.games[key] = game
-        self.ask(game, "start", task)
-
-    def step(self, key, action):
-        game, most = self.games[key], self.options.get("horizon", self.env.horizon)
-        if len(game.requests) > most:  # the first request started it
-            raise GameError(f"{self.name}: game {game.task} does not end after {most} turns")
-        self.ask(game, "step", action)
-
-    def gather(self, keys):
-        games = [self.games[key] for key in keys]
-        for game in games:
-            while game.answer is None:
-                self.receive(game.worker)
-        for key, game in zip(keys, games):
-            if isinstance(game.answer, GameError):
-                turn = len(game.requests) - 1  # the first request was to start
-                when = f" in turn {turn}" if turn else ""
-                raise GameError(f"{self.name}: game {game.task} failed{when}: {game.answer}")
-            if any(game.answer[2:4]):  # terminated or truncated
-                del self.games[key]
-        return [game.answer for game in games]
-
-    def drop(self, key):
-        game = self.games.pop(key)
-        self.send(game, [("drop", None)])
-
-    def close(self):
-        for proc in self.procs:
-            proc.kill()
-            proc.wait()
-
-    # ---- messages
-    def ask(self, game, op, argument):
-        game.requests.append((op, argument))
-        game.answer, game.order = None, next(self.order)
-        self.send(game, game.requests[-1:], wants_answer=True)
-
-    def send(self, game, requests, wants_answer=False):
-        """Sends requests to a worker, or executes them in this process."""
-        start = time.time()
-        if self.local:
-            game.answer = self.local.execute(game.number, requests)
-        else:
-            with contextlib.suppress(OSError):  # receive() notices a dead worker
-                self.conns[game.worker].send((game.number, requests, wants_answer))
-        self.seconds += time.time() - start
-
-    def receive(self, w):
-        """Waits for a worker's next answer; replaces the worker if it is dead or hangs."""
-        start = time.time()
-        try:
-            patience, first = self.env.patience, min(self.warn_after, self.env.patience)
-            if not self.conns[w].poll(first):
-                print(f"{self.name}: no answer for {first} seconds in {self.unanswered(w)}",
-                      file=sys.stderr, flush=True)
-                if not self.conns[w].poll(patience - first):
-                    return self.replace(w, f"gave no answer for {patience} seconds")
-            number, answer = self.conns[w].recv()
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.procs[w].wait(1)  # to know its exit status
-            return self.replace(w, f"died with status {self.procs[w].returncode}")
-        self.seconds += time.time() - start
-        for game in self.games.values():  # it may have been dropped
-            if game.number == number:
-                game.answer = answer
-                self.losses[w] = 0
-
-    # ---- the workers
-    def spawn(self, w):
-        """Starts a new interpreter with this file; a fork would copy torch and its threads. It has
-        its own session, so that Ctrl-C does not reach it before the caller has finished."""
-        self.conns[w], child_end = Pipe()
-        here, fd = os.path.dirname(os.path.abspath(__file__)), child_end.fileno()
-        path = [here, *sys.path]  # the environment may be anywhere
-        code = f"import sys; sys.path[:] = {path!r}; import envs; envs.worker_main({fd})"
-        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
-        self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
-                                         stdin=subprocess.DEVNULL)
-        self.conns[w].send((self.name, self.options))
-        child_end.close()
-
-    def games_of(self, w):
-        """A worker's games, in the order of their last requests."""
-        return sorted((game for game in self.games.values() if game.worker == w),
-                      key=lambda game: game.order)
-
-    def unanswered(self, w):
-        """The first few games that wait for a worker, which is at work on the first of them."""
-        return [game.task for game in self.games_of(w) if game.answer is None][:4]
-
-    def replace(self, w, why):
-        """Starts another worker in the place of a lost one and replays its games."""
-        self.losses[w] += 1
-        if self.losses[w] > 3:
-            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row. These "
-                            f"games waited: {self.unanswered(w)}")
-        self.procs[w].kill()
-        self.procs[w].wait()
-        self.spawn(w)
-        for game in self.games_of(w):
-            self.send(game, game.requests, wants_answer=game.answer is None)
-
-
-# ------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------- playing by hand
 
 def play_by_hand(env):
     """A person plays a game; an empty line is the expert's next command."""
@@ -927,7 +450,8 @@ def play_by_hand(env):
     terminated = truncated = False
     while not (terminated or truncated):
         print(obs.strip() + "\n\nCommands: " + quoted(info["admissible"]))
-        action = input("> ").strip().lower()
+        command = input("> ").strip()
+        action, _ = env.parse_action(f"<think></think><action>{command}</action>")
         if not action:
             plan = env.expert()
             action = (plan or info["admissible"])[0]

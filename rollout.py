@@ -743,7 +743,7 @@ class Turn:
     v: float  # V and Q when the turn was sampled, in units of return
     q: float
     reward: float
-    invalid: bool  # the response breaks the format; see envs.parse_action
+    invalid: bool  # the response breaks the format; see envs.Env.parse_action
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool
     score: float  # the environment's, 0 to 1
@@ -778,7 +778,6 @@ def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:
 def play_episode(traj, task, sampler, pool, seed, make_prompts):
     """Plays one game -> (its turns, its PromptBuilder). This is a generator: after a request to the
     game or the sampler it yields, and `trajectories` sends it the answer."""
-    from envs import parse_action  # here, so that the sampler can be copied with model.py alone
     lm = sampler.lm
     turns = []
     conversation = []  # in "full", the token ids so far
@@ -799,7 +798,7 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
         sampler.add(traj, conversation + ids, u)
         response = yield  # the sampler's Response
         text = lm.text(response.ids)
-        action, valid = parse_action(text, pool.env.fallback, lm.chat.response_prefix)
+        action, valid = pool.env.parse_action(lm.chat.response_prefix + text)
         pool.step(traj, action)
         obs, reward, terminated, truncated, info = yield  # the game's answer
         turns.append(Turn(
@@ -829,7 +828,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
     than for the model. The clock plays no role, so a rollout with the same weights repeats to the
     last bit."""
-    from runtime.cli import progress  # here, so that the sampler can be copied without it
+    from runtime.cli import progress  # here, so that the sampler can be copied with model.py alone
     trajs = [*(range(len(tasks)) if trajs is None else trajs)]
     if not len(tasks) == len(trajs) == len({*trajs}):
         raise ValueError(f"{len(tasks)} tasks need as many different numbers, and trajs has "

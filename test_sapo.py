@@ -2,7 +2,7 @@
 WebShop's catalogue look at ALFWORLD_DATA and WEBSHOP_DATA, and are skipped where these are unset.
 
 A reference is a plain loop in float64 written from the paper, and shares no helper with the code.
-The tests of simulators/ and tools/ lie beside what they test.
+The tests of runtime/, simulators/ and tools/ lie beside what they test.
     python -m pytest -q
 """
 import ast
@@ -56,7 +56,7 @@ import model as model_module
 import rollout as rollout_module
 import sapo
 import train
-from envs import Pool, make_env, parse_action, tasks
+from envs import Pool, make_env, tasks
 from model import (actor_critic, compiled_scoring, entropy, float32_logits, load, make_batch,
                    check_initial_readout, reserve_value_ids, restricted_log_softmax, sample_token,
                    value_readout)
@@ -68,6 +68,7 @@ from runtime import checkpoint, cli, compile as compile_module, distributed, opt
 from runtime.test_checkpoint import checkpoints
 from tools import imitate
 from tools.imitate import random_tiny
+from simulators.test_house import INFO, obey, pattern_of, wander
 from simulators.test_textworld import TRIAL, needs_games, needs_package, small_game
 from simulators.test_webshop import (DRESS, TASK, attributes_entry, caches, goal_of, shop_data,
                                      write_catalogue)
@@ -470,129 +471,10 @@ def test_shuffling_padding_duplicating_and_splitting_change_nothing(view, seed):
     assert added == pytest.approx({k: float(number) for k, number in info.items()}, abs=1e-6)
 
 
-# ------------------------------------------------------------------------------- environments
-
-INFO = {"admissible": list, "task": str, "category": str, "won": bool, "score": float}
-THING = r"[a-z]+ \d+"
-SEEN = rf"(nothing|a {THING}(, a {THING})*(, and a {THING})?)"
-VIEW = rf"(The {THING} is closed\.|(The {THING} is open\. In it|On the {THING}), you see {SEEN}\.)"
-SENTENCES = {  # ALFWorld's commands, and how it answers them
-    rf"go to {THING}": rf"You arrive at {THING}\. {VIEW}",
-    rf"open {THING}": rf"You open the {THING}\. {VIEW}",
-    rf"close {THING}": rf"You close the {THING}\.",
-    rf"take {THING} from {THING}": rf"You pick up the {THING} from the {THING}\.",
-    rf"move {THING} to {THING}": rf"You move the {THING} to the {THING}\.",
-    rf"use {THING}": rf"You turn on the {THING}\.",
-    rf"(clean|heat|cool) {THING} with {THING}":
-        rf"You (clean|heat|cool) the {THING} using the {THING}\.",
-    rf"examine {THING}": rf"({VIEW}|This is a (clean|(hot|cool|cold)( and clean)?) {THING}\.|"
-                         rf"There's nothing special about {THING}\.)",
-    "inventory": rf"You are (carrying: a {THING}|not carrying anything)\.",
-    "help": r"(?s).*go to.*take.*",
-    "look": rf"You are facing the {THING}\. Next to it, you see nothing\.|You are in the middle of "
-            rf"a room\. Looking quickly around you, you see {SEEN}\."}
-
-
-def pattern_of(command, answer):
-    """The pattern a command follows. Fails if there is none, or if the answer is not ALFWorld's."""
-    pattern = next((p for p in SENTENCES if re.fullmatch(p, command)), None)
-    assert pattern and re.fullmatch(SENTENCES[pattern], answer[0].strip()), (command, answer[0])
-    return pattern
-
-
-def obey(env, task, commands):
-    env.reset(task)
-    return [env.step(c) for c in commands]
-
-
-def wander(env, task, seed, steps=10 ** 6):
-    """Random admissible commands until the game or `steps` end -> [(command, answer)]."""
-    rng, out, (_, info) = random.Random(f"{seed} {task}"), [], env.reset(task)
-    while len(out) < steps:
-        command = rng.choice(info["admissible"])
-        out.append((command, env.step(command)))
-        _, _, terminated, truncated, info = out[-1][1]
-        if terminated or truncated:
-            break
-    return out
-
-
-def content(house):
-    things = tuple((p, *sorted(house.contents[p])) for p in house.places)
-    return house.task, house.lamp_at, things
-
-
-HOUSES = [{}, dict(places=20, objects=20, horizon=50), dict(places=40, horizon=50)]
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("options", HOUSES, ids=["small", "large", "wide"])
-def test_expert_wins_every_house_and_only_the_last_step_is_rewarded(split, options):
-    env, categories = make_env("house", **options), set()
-    for task in tasks("house", split)[:150]:
-        obs, info = env.reset(task)
-        assert obs.endswith(f"\n\nYour task is to: {info['task']}")
-        answers = obey(env, task, env.expert())
-        outcomes = [(0.0, False, False)] * (len(answers) - 1) + [(10.0, True, False)]
-        assert [a[1:4] for a in answers] == outcomes, task
-        won = [(a[4]["won"], a[4]["score"]) for a in answers]
-        assert won == [(a[2], float(a[2])) for a in answers]
-        assert len(answers) <= env.horizon and env.expert() is None
-        assert [type(x) for x in answers[-1]] == [str, float, bool, bool, dict]  # Gymnasium's order
-        assert all({k: type(v) for k, v in i.items()} == INFO for i in (info, answers[-1][4]))
-        categories.add(info["category"])
-    assert categories == set(envs.CATEGORIES)
-
-
-def test_train_and_test_split_share_no_ids_and_no_rooms():
-    env, rooms = make_env("house"), {}
-    for split, size in envs.SIZES.items():
-        ids = tasks("house", split)
-        assert ids == sorted(set(ids)) and len(ids) == size
-        rooms[split] = set(ids)
-        for task in ids:
-            env.reset(task)
-            rooms[split].add(content(env))
-        assert len(rooms[split]) > 1.99 * size  # hardly a room twice
-    assert not rooms["train"] & rooms["test"]
-
-
-def test_inadmissible_actions_change_nothing():
-    env = make_env("house")
-    env.reset("00003")
-    before = content(env), env.info()
-    for action in ("", " ", "eat the moon", "x" * 10 ** 6, "\u53bb\u51b0\u7bb1 \ud800 \0", "go to",
-                   "take", "LOOK", "look\n", "open fridge 99"):
-        assert env.step(action) == ("Nothing happens.", 0.0, False, False, before[1]), action
-    assert (content(env), env.info()) == before
-
-
-def test_truncated_exactly_at_the_horizon_unless_the_last_step_wins():
-    answers = obey(make_env("house", horizon=7), "00003", ["look"] * 7)
-    assert [a[2:4] for a in answers] == [(False, False)] * 6 + [(False, True)]
-    env = make_env("house")
-    env.reset("00003")
-    plan = env.expert()
-    answers = obey(make_env("house", horizon=len(plan)), "00003", plan)
-    assert answers[-1][1:4] == (10.0, True, False)
-    answers = obey(make_env("house", horizon=len(plan) - 1), "00003", plan[:-1])
-    assert answers[-1][1:4] == (0.0, False, True)
-
-
-def test_house_has_the_commands_and_sentences_of_alfworld():
-    env, used = make_env("house", places=9, objects=20, horizon=60), set()
-    for task in tasks("house", "train")[:60]:
-        env.reset(task)
-        plan = env.expert()
-        played = [*zip(plan, obey(env, task, plan)), *wander(env, task, 2)]
-        used |= {pattern_of(*command_and_answer) for command_and_answer in played}
-    assert used == set(SENTENCES)
-
-
 # ---------------------------------------------------------------------- prompts and the parser
 
-@pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
-    ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "go to desk 1", True),
+RESPONSES = pytest.mark.parametrize("text, action, valid", [  # action None: the last 30 characters
+    ("<THINK>A</THINK><Action>GO to Desk 1</ACTION>", "GO to Desk 1", True),
     ("<think>\na\n</think>\n<action>\nlook\n</action>\n", "look", True),
     ("<action>look</action> and <think>a</think>", "look", True),
     ("<think>a</think><action>look</action><action>help</action>", "look", True),
@@ -610,8 +492,25 @@ def test_house_has_the_commands_and_sentences_of_alfworld():
     ("<think>Not </think><action>a</action>.</think><action>look</action>", "look", True),
     ("<think>a</think><action>go </think><action>look</action>", "go </think><action>look", True),
     ("<think>long enough</think><action>look", None, False)])
-def test_parse_action(text, action, valid):
-    assert parse_action(text, 30) == (text.lower()[-30:] if action is None else action, valid)
+@RESPONSES
+@pytest.mark.parametrize("env", [envs.House, envs.AlfWorld, envs.WebShop, envs.Env])
+def test_parse_action(env, text, action, valid):
+    """Only the default keeps the case."""
+    expected = text[-env.fallback:] if action is None else action
+    assert env.parse_action(text) == (expected if env is envs.Env else expected.lower(), valid)
+
+
+@pytest.mark.parametrize("prefix", ["<think>\n", "<think>\n\n</think>\n\n"])
+def test_what_a_template_begins_a_response_with_is_no_action(prefix):
+    for text in ("look", "\n look\n", "", "I think that I WILL go to the fridge now"):
+        assert envs.Env.parse_action(prefix + text) == (text[-30:], False)
+        assert envs.WebShop.parse_action(prefix + text) == (text[-20:].lower(), False)
+
+
+@pytest.mark.parametrize("action", ['{"q": "SELECT Name"}', "\u0130\u017f \u212a\u03a3", "<b>"])
+def test_default_parser_keeps_an_action_as_it_is(action):
+    text = f"<think>\u0130</think> <ACTION> {action} </Action>"
+    assert envs.Env.parse_action(text) == (action, True)
 
 
 def conversation(turns):
@@ -624,7 +523,7 @@ def conversation(turns):
     episode = envs.HouseholdPrompts(first_obs, info(0))
     for i in range(1, turns + 1):
         text = f"<think> secret {i} </think> <action> Dance {{obs}} {i} </action>"
-        action, _ = parse_action(text, 30)
+        action, _ = envs.House.parse_action(text)
         episode.record(action, f"\nYou saw {i}.\n", info(i))
     return episode
 
@@ -656,95 +555,6 @@ def test_full_prompt_contains_only_what_is_new():
     assert "['touch 3', 'go to attic 1']" in later  # the attic was not known at first
     old = "look", "go to bed", "go to desk", "help", "task", "You saw 2.", "dance", "secret"
     assert not any(x in later for x in (*old, envs.ROLE, envs.ANSWER))
-
-
-# ---------------------------------------------------------------------------------------- pool
-
-@contextlib.contextmanager
-def a_pool(workers, horizon=12):
-    """A pool that is closed at the end, and fails the test if it waits for two minutes."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the pool waits forever"))
-    signal.alarm(120)
-    try:
-        with contextlib.closing(Pool("house", {"horizon": horizon}, workers)) as pool:
-            yield pool
-    finally:
-        signal.alarm(0)
-
-
-def side_by_side(pool, ids, disturb=lambda turn: None):
-    """Plays the games with random commands -> {id: answers}. `disturb` is called while half of the
-    answers are under way."""
-    for task in ids:
-        pool.start(task, task)
-    answers, live, turn = {t: [answer] for t, answer in zip(ids, pool.gather(ids))}, list(ids), 0
-    while live:
-        for i, task in enumerate(live):
-            if i == len(live) // 2:
-                disturb(turn)
-            commands = answers[task][-1][-1]["admissible"] + ["eat the moon"]
-            pool.step(task, random.Random(f"{task} {turn}").choice(commands))
-        for task, answer in zip(live, pool.gather(live)):
-            answers[task].append(answer)
-        live, turn = [t for t in live if not (answers[t][-1][2] or answers[t][-1][3])], turn + 1
-    return answers
-
-
-@pytest.fixture(scope="module")
-def games():
-    """Some games, and what is answered in them without workers."""
-    ids = tasks("house", "test")[:7]
-    with a_pool(0) as pool:
-        return ids, side_by_side(pool, ids)
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_pool_answers_do_not_depend_on_the_number_of_workers(games, workers):
-    ids, answers = games
-    env = make_env("house")
-    assert all(env.reset(t) == answers[t][0] and len(answers[t]) == 13 for t in ids)
-    with a_pool(workers) as pool:
-        for order in (1, -1):  # the second time in used environments
-            pool.load(ids[:5])
-            assert side_by_side(pool, ids[::order]) == answers
-
-
-def test_killed_workers_are_replaced_and_their_games_replayed(games):
-    with a_pool(2) as pool:
-        born = [p.pid for p in pool.procs]
-
-        def kill(turn):
-            if turn in (2, 3, 7):
-                pool.procs[turn % 2].kill()
-        pool.load(games[0])
-        assert side_by_side(pool, games[0], kill) == games[1]
-        assert all(p.pid != old for p, old in zip(pool.procs, born))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
-    ids, answers = games
-    with a_pool(workers) as pool:
-        pool.load(["sofa"])
-        pool.start("key", "sofa")
-        with pytest.raises(RuntimeError, match="house: game sofa failed: ValueError: .*'sofa'"):
-            pool.gather(["key"])
-        pool.start("a", ids[0])
-        assert pool.gather(["a"]) == answers[ids[0]][:1]
-        pool.step("a", "look")
-        pool.drop("a")  # with an answer under way
-        assert side_by_side(pool, ids) == answers
-
-
-@pytest.mark.parametrize("kill", [False, True])
-def test_pool_does_not_deadlock_with_many_pending_answers(kill):
-    with a_pool(1) as pool:
-        for op in (pool.start, pool.start, pool.step):  # the second time, 800 games are dropped
-            for i, task in enumerate(tasks("house", "train")[:800]):
-                op(i, "look" if op == pool.step else task)
-            if kill:
-                pool.procs[0].kill()
-            assert all(answer[-1]["task"] for answer in pool.gather(range(800)))
 
 
 # ------------------------------------------------------------------------------------ alfworld
@@ -855,6 +665,18 @@ def random_model(architecture, seed=0, layers=2, dtype=torch.float32, **more):
 TINY_HOUSE = f"{HERE}/results/tiny-house"
 ARCHITECTURES = ["qwen2", "qwen3", "llama"]
 GAMES = envs.tasks("house", "train")[:7]
+
+
+@contextlib.contextmanager
+def a_pool(workers, horizon=12):
+    """A pool that is closed at the end, and fails the test if it waits for two minutes."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the pool waits forever"))
+    signal.alarm(120)
+    try:
+        with contextlib.closing(Pool("house", {"horizon": horizon}, workers)) as pool:
+            yield pool
+    finally:
+        signal.alarm(0)
 
 
 def play(lm, engine, context, temperature, max_new_tokens=9, horizon=6, seed=(3,), games=GAMES,
@@ -1570,7 +1392,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
             obs, info = env.reset(t.task)
             episode = envs.House.prompt_builder(obs, info)
         assert t.prompt == episode.window_prompt(history) and t.obs == obs
-        action, valid = parse_action(t.text, env.fallback)
+        action, valid = env.parse_action(t.text)
         assert (t.action, t.invalid) == (action, not valid)
         assert t.admissible == (action in info["admissible"])
         obs, reward, won, truncated, info = env.step(action)
@@ -1725,7 +1547,7 @@ def test_text_of_a_game_never_becomes_control_tokens(name):
     for answer, valid in ((thought + "<action>look</action>", True),
                           ("<think>a</think><action>look</action>", True),
                           ("<action>look</action>", "</think>" in prefix)):
-        assert parse_action(answer, 30, prefix) == ("look", valid)
+        assert envs.House.parse_action(prefix + answer) == ("look", valid)
 
 
 # ---- use in other programs
@@ -2657,38 +2479,6 @@ def test_runs_with_other_settings_are_no_seeds(tmp_path, capsys):
     assert "but differ in algo" in capsys.readouterr().err
 
 
-def test_game_that_kills_its_worker_is_named(tmp_path, monkeypatch):
-    deadly = MY_ENV.replace("self.turn += 1", "self.turn += 1 if action != 'boom' else os._exit(1)")
-    (tmp_path / "deadly.py").write_text("import os\n" + deadly)
-    monkeypatch.chdir(tmp_path)
-    ids = [f"test-{n}" for n in range(7)]
-    with contextlib.closing(Pool("deadly:FrozenLake", workers=1)) as pool:
-        for task in ids:
-            pool.start(task, task)
-        pool.gather(ids)
-        pool.step(ids[5], "boom")
-        with pytest.raises(envs.GameError, match=r"games waited: \['test-5'"):
-            pool.gather(ids[5:6])
-
-
-def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
-    hang = ("self.turn += 1\n        if action == 'wait' and not os.path.exists('hung'):\n"
-            "            open('hung', 'x').close()\n            time.sleep(1e6)")
-    (tmp_path / "slow.py").write_text("import os, time\n" + MY_ENV.replace("self.turn += 1", hang))
-    monkeypatch.chdir(tmp_path)
-    with contextlib.closing(Pool("slow:FrozenLake", workers=1)) as pool:
-        ids = [5, 10, 15]
-        for task in ids:
-            pool.start(task, task)
-        pool.gather(ids)
-        monkeypatch.setattr(pool, "warn_after", 1)
-        monkeypatch.setattr(pool.env, "patience", 2)
-        for task, action in ((10, "wait"), (5, "north"), (15, "north")):
-            pool.step(task, action)
-        assert len(pool.gather(ids)) == 3 and pool.losses == [0]
-    assert "slow:FrozenLake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
-
-
 def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
     """Its module is in the working directory, and it is played in this process and by a worker. Its
     tasks come from a generator, its types are NumPy's, and its text has a lone surrogate."""
@@ -2711,32 +2501,6 @@ def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
                       ("json:JSONDecoder", "inherit from envs.Env"), ("lake", "MODULE:CLASS")):
         with pytest.raises(SystemExit, match=why):
             run_main(train, monkeypatch, "--env", name)
-
-
-@pytest.mark.parametrize("old, new, says", [
-    ("terminated, truncated, info", "truncated, info", "step.. must return"),
-    ('{self.observation()}", self.info()', '{self.observation()}"',
-     "reset.. must return .obs, info., and returned 'Your"),
-    ('"category": "lake",', "", "info lacks category"),
-    ('float(self.at == self.goal)', "2", "score is 2.0, not a number from 0 to 1"),
-    ("self.turn == self.horizon", "False", "does not end after 4 turns"),
-    ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
-    ('envs.REWARD * info["won"]', 'float("-inf")', "failed in turn 1: ValueError: reward is -inf"),
-    ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', not True or False"),
-    ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .*without blanks"),
-    ("[*WAYS]", '"north"', "not a list of commands"),
-    ("return self.observation(), envs", "return b'ice', envs", "obs is b'ice', not a string"),
-    ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
-    ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
-    ("range(5000)", "range(1)", "no tasks in the split 'train'")])
-def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, says):
-    assert MY_ENV.count(old) == 1
-    name = tmp_path.name  # modules are kept by their names
-    (tmp_path / f"{name}.py").write_text(MY_ENV.replace(old, new))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=says):
-        run_main(train, monkeypatch, "--env", f"{name}:FrozenLake", "--batch_size", 2,
-                 "--iterations", 1, "--horizon", 4, "--eval_games", 2, "--out", "run")
 
 
 @pytest.mark.parametrize("module, argv, complaints", [  # one of each kind
@@ -3116,47 +2880,6 @@ def test_task_ids_are_strings_or_integers():
         envs.tasks(Mine, "train")
 
 
-def test_command_that_would_make_a_response_invalid_is_refused():
-    with pytest.raises(ValueError, match="and the response would count as invalid"):
-        envs.as_command("\u5317")
-
-
-def test_workers_cannot_import_a_class_of_the_main_module():
-    Mine = type("Mine", (envs.House,), {"__module__": "__main__"})
-    with pytest.raises(ValueError, match="put the class into a module"):
-        Pool(Mine, workers=1)
-
-
-def test_worker_processes_are_shared_among_the_ranks(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32))
-    for ranks, workers in ((1, 16), (4, 4), (40, 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert envs.default_workers("alfworld") == workers
-    assert envs.default_workers("house") == 0
-
-
-def test_workers_are_in_a_session_of_their_own():
-    with a_pool(1) as pool:
-        assert os.getsid(pool.procs[0].pid) != os.getsid(0)
-
-
-def test_house_that_is_too_small_is_refused():
-    for size in ({"places": 4}, {"objects": 1}):
-        with pytest.raises(ValueError, match="it needs 5 and 2 or more"):
-            make_env("house", **size)
-
-
-def test_heating_undoes_cooling():
-    env = make_env("house")
-    env.reset(GAMES[0])
-    env.holding = "mug 1"
-    for env.at, verb, state in (("fridge 1", "cool", "cold"), ("microwave 1", "heat", "hot"),
-                                ("sinkbasin 1", "clean", "hot and clean"),
-                                ("fridge 1", "cool", "cool and clean")):
-        env.act(f"{verb} mug 1 with {env.at}")
-        assert env.act("examine mug 1") == f"This is a {state} mug 1."
-
-
 def test_shop_rewards_only_a_score_of_one(shop_data):
     env = make_env("webshop", data=shop_data)
     env.reset(goal_of(env.shop, TASK))
@@ -3404,7 +3127,7 @@ def imports_of(path):
 
 
 BELOW = {"sapo": set(), "runtime": {"runtime"}, "simulators": {"simulators"}, "model": {"runtime"},
-         "envs": {"simulators"}}
+         "envs": {"simulators", "runtime"}}
 BELOW["rollout"] = {"envs", "runtime", "model"}
 BELOW["eval"] = BELOW["rollout"] | {"rollout"}
 BELOW["train"] = BELOW["eval"] | {"eval", "sapo"}

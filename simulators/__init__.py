@@ -1,1 +1,1 @@
-"""What envs.py wraps: the simulators of ALFWorld and WebShop, and the household expert."""
+"""What envs.py wraps: the house, ALFWorld's engine and WebShop; and the household expert."""

@@ -37,7 +37,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import envs
 import eval as evaluation
 import train
-from envs import AlfWorld
+from envs import AlfWorld, House
 from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
                    recommended_settings, restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
@@ -45,6 +45,7 @@ from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
+from simulators.house import OBJECTS, PLACES
 from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
 
 # --------------------------------------------------------------- the tiny model and its tokenizer
@@ -83,7 +84,7 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
     one token; unknown words are spelled, so that every ASCII string can be encoded. Spaces,
     punctuation and articles are dropped, which halves the number of tokens."""
     if words is None:  # the fixed strings, and all objects and places of the house and ALFWorld
-        types = envs.OBJECTS + envs.PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
+        types = OBJECTS + PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
         types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
                   "toiletpaperhanger tvstand wateringcan").split()
         words = PHRASES, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
@@ -219,7 +220,7 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     while advice := env.advice(forgetful):
         thought, label = advice
         idle = forgetful and [turn.thought for turn in turns[-2:]] == ["done", "done"]
-        random_turn = isinstance(env, HouseholdExpert) and rng.random() < noise
+        random_turn = isinstance(env, (House, AlfWorld)) and rng.random() < noise
         executed = rng.choice(info["admissible"]) if random_turn else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)

@@ -58,7 +58,7 @@ def test_plain_and_react_prompts():
     parts = [f"Observation: {o}\nThought: idea {n}\nAction: {a}\n"
              for n, (o, a) in enumerate(zip(seen, plan[:-1]))]
     now = f"Observation: {seen[-1]}\nCommands that work now: ["
-    assert "".join(parts) + now in last and env.task in last
+    assert "".join(parts) + now in last and env.room.task in last
     prompts, _ = last_attempts("react", [9], limit=1500)  # the oldest turns make room
     long = prompts[-1][-1]
     assert len(long) <= 1500 and "idea 18" in long and "idea 3 " not in long

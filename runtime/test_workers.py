@@ -1,0 +1,184 @@
+"""Tests of the pool, of its workers, and of what they check."""
+import contextlib
+import os
+import random
+
+import pytest
+
+import envs
+import train
+from envs import Pool, default_workers, make_env, tasks
+from runtime.workers import as_command
+from test_sapo import MY_ENV, a_pool, on_the_cpu, run_main  # on_the_cpu is used automatically
+
+
+def side_by_side(pool, ids, disturb=lambda turn: None):
+    """Plays the games with random commands -> {id: answers}. `disturb` is called while half of the
+    answers are under way."""
+    for task in ids:
+        pool.start(task, task)
+    answers, live, turn = {t: [answer] for t, answer in zip(ids, pool.gather(ids))}, list(ids), 0
+    while live:
+        for i, task in enumerate(live):
+            if i == len(live) // 2:
+                disturb(turn)
+            commands = answers[task][-1][-1]["admissible"] + ["eat the moon"]
+            pool.step(task, random.Random(f"{task} {turn}").choice(commands))
+        for task, answer in zip(live, pool.gather(live)):
+            answers[task].append(answer)
+        live, turn = [t for t in live if not (answers[t][-1][2] or answers[t][-1][3])], turn + 1
+    return answers
+
+
+@pytest.fixture(scope="module")
+def games():
+    """Some games, and what is answered in them without workers."""
+    ids = tasks("house", "test")[:7]
+    with a_pool(0) as pool:
+        return ids, side_by_side(pool, ids)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_pool_answers_do_not_depend_on_the_number_of_workers(games, workers):
+    ids, answers = games
+    env = make_env("house")
+    assert all(env.reset(t) == answers[t][0] and len(answers[t]) == 13 for t in ids)
+    with a_pool(workers) as pool:
+        for order in (1, -1):  # the second time in used environments
+            pool.load(ids[:5])
+            assert side_by_side(pool, ids[::order]) == answers
+
+
+def test_killed_workers_are_replaced_and_their_games_replayed(games):
+    with a_pool(2) as pool:
+        born = [p.pid for p in pool.procs]
+
+        def kill(turn):
+            if turn in (2, 3, 7):
+                pool.procs[turn % 2].kill()
+        pool.load(games[0])
+        assert side_by_side(pool, games[0], kill) == games[1]
+        assert all(p.pid != old for p, old in zip(pool.procs, born))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failed_and_dropped_games_leave_the_others_alone(games, workers):
+    ids, answers = games
+    with a_pool(workers) as pool:
+        pool.load(["sofa"])
+        pool.start("key", "sofa")
+        with pytest.raises(RuntimeError, match="house: game sofa failed: ValueError: .*'sofa'"):
+            pool.gather(["key"])
+        pool.start("a", ids[0])
+        assert pool.gather(["a"]) == answers[ids[0]][:1]
+        pool.step("a", "look")
+        pool.drop("a")  # with an answer under way
+        assert side_by_side(pool, ids) == answers
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_pool_does_not_deadlock_with_many_pending_answers(kill):
+    with a_pool(1) as pool:
+        for op in (pool.start, pool.start, pool.step):  # the second time, 800 games are dropped
+            for i, task in enumerate(tasks("house", "train")[:800]):
+                op(i, "look" if op == pool.step else task)
+            if kill:
+                pool.procs[0].kill()
+            assert all(answer[-1]["task"] for answer in pool.gather(range(800)))
+
+
+def test_game_that_kills_its_worker_is_named(tmp_path, monkeypatch):
+    deadly = MY_ENV.replace("self.turn += 1", "self.turn += 1 if action != 'boom' else os._exit(1)")
+    (tmp_path / "deadly.py").write_text("import os\n" + deadly)
+    monkeypatch.chdir(tmp_path)
+    ids = [f"test-{n}" for n in range(7)]
+    with contextlib.closing(Pool("deadly:FrozenLake", workers=1)) as pool:
+        for task in ids:
+            pool.start(task, task)
+        pool.gather(ids)
+        pool.step(ids[5], "boom")
+        with pytest.raises(envs.GameError, match=r"games waited: \['test-5'"):
+            pool.gather(ids[5:6])
+
+
+def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
+    hang = ("self.turn += 1\n        if action == 'wait' and not os.path.exists('hung'):\n"
+            "            open('hung', 'x').close()\n            time.sleep(1e6)")
+    (tmp_path / "slow.py").write_text("import os, time\n" + MY_ENV.replace("self.turn += 1", hang))
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(Pool("slow:FrozenLake", workers=1)) as pool:
+        ids = [5, 10, 15]
+        for task in ids:
+            pool.start(task, task)
+        pool.gather(ids)
+        monkeypatch.setattr(pool, "warn_after", 1)
+        monkeypatch.setattr(pool.env, "patience", 2)
+        for task, action in ((10, "wait"), (5, "north"), (15, "north")):
+            pool.step(task, action)
+        assert len(pool.gather(ids)) == 3 and pool.losses == [0]
+    assert "slow:FrozenLake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old, new, says", [
+    ("terminated, truncated, info", "truncated, info", "step.. must return"),
+    ('{self.observation()}", self.info()', '{self.observation()}"',
+     "reset.. must return .obs, info., and returned 'Your"),
+    ('"category": "lake",', "", "info lacks category"),
+    ('float(self.at == self.goal)', "2", "score is 2.0, not a number from 0 to 1"),
+    ("self.turn == self.horizon", "False", "does not end after 4 turns"),
+    ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
+    ('envs.REWARD * info["won"]', 'float("-inf")', "failed in turn 1: ValueError: reward is -inf"),
+    ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', not True or False"),
+    ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .*without blanks"),
+    ("[*WAYS]", '"north"', "not a list of commands"),
+    ("return self.observation(), envs", "return b'ice', envs", "obs is b'ice', not a string"),
+    ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
+    ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
+    ("range(5000)", "range(1)", "no tasks in the split 'train'")])
+def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, says):
+    assert MY_ENV.count(old) == 1
+    name = tmp_path.name  # modules are kept by their names
+    (tmp_path / f"{name}.py").write_text(MY_ENV.replace(old, new))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=says):
+        run_main(train, monkeypatch, "--env", f"{name}:FrozenLake", "--batch_size", 2,
+                 "--iterations", 1, "--horizon", 4, "--eval_games", 2, "--out", "run")
+
+
+def test_command_that_no_response_can_give_is_refused():
+    with pytest.raises(ValueError, match="and the response would count as invalid"):
+        as_command("\u5317", envs.Env.parse_action)
+    assert as_command("SELECT Name", envs.Env.parse_action) == "SELECT Name"
+    with pytest.raises(ValueError, match="read as 'select name', .*lower case"):
+        as_command("SELECT Name", envs.House.parse_action)
+
+
+def test_workers_cannot_import_a_class_of_the_main_module():
+    Mine = type("Mine", (envs.House,), {"__module__": "__main__"})
+    with pytest.raises(ValueError, match="put the class into a module"):
+        Pool(Mine, workers=1)
+
+
+def test_worker_processes_are_shared_among_the_ranks(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32))
+    for ranks, workers in ((1, 16), (4, 4), (40, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert default_workers("alfworld") == workers
+    assert default_workers("house") == 0
+
+
+def test_workers_are_in_a_session_of_their_own():
+    with a_pool(1) as pool:
+        assert os.getsid(pool.procs[0].pid) != os.getsid(0)
+
+
+def test_a_worker_does_not_import_torch(tmp_path, monkeypatch):
+    """It would start slowly, and hold memory."""
+    (tmp_path / "light.py").write_text("import sys\n" + MY_ENV.replace(
+        "self.turn += 1", "self.turn += 1\n        assert 'torch' not in sys.modules"))
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(Pool("light:FrozenLake", workers=1)) as pool:
+        pool.start(0, 5)
+        pool.gather([0])
+        pool.step(0, "north")
+        assert len(pool.gather([0])[0]) == 5

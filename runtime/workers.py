@@ -1,0 +1,354 @@
+"""A pool of processes that play an environment's games, and the checks of what it answers.
+
+    pool = WorkerPool("envs:make_env", "alfworld", envs.AlfWorld, workers=4)       is envs.Pool
+    pool.start(key, task);  pool.step(key, action);  pool.gather(keys)
+
+"envs:make_env" names the function that makes an environment. Every process imports it by that name,
+so nothing here imports an environment or torch, and worker processes start quickly. The file reads
+from the checks of an answer to the worker that gives it and the pool that asked for it.
+"""
+import contextlib
+import functools
+import itertools
+import numbers
+import os
+import pkgutil
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+
+
+class GameError(RuntimeError):
+    """An environment failed, or its worker died again and again. The message names the game."""
+
+
+# ------------------------------------------------------------------ what an environment answers
+
+# These return an answer's parts as Python's own types. ValueError: a part is not what it should be.
+
+def as_text(value, what):
+    """A string or number as a string, without lone surrogates, which cannot be encoded."""
+    if not isinstance(value, (str, numbers.Number)):
+        raise ValueError(f"{what} is {value!r}, not a string")
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def as_number(value, what):
+    if not abs(number := float(as_python(value))) < 1e38:  # in float32 it would be infinite
+        raise ValueError(f"{what} is {number}")
+    return number
+
+
+def as_bool(value, what):
+    if value not in (True, False):
+        raise ValueError(f"{what} is {value!r}, not True or False")
+    return bool(value)
+
+
+@functools.lru_cache(1 << 16)
+def as_command(value, parse_action):
+    """A command that the environment's parse_action reads as it is."""
+    command = as_text(value, "a command")
+    action, valid = parse_action(f"<think></think><action>{command}</action>")
+    if not valid or action != command:
+        why = ("commands must be without blanks at their ends, and in lower case where "
+               "parse_action lower-cases" if valid else "and the response would count as invalid")
+        raise ValueError(f"no response can give the command {command!r}: it would be read as "
+                         f"{action!r}, {why}")
+    return command
+
+
+def as_python(value):
+    """A Python value for a NumPy value, which could not be written as JSON."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def as_info(info, parse_action):
+    if not isinstance(info, Mapping):
+        raise ValueError(f"info is {info!r}, not a dict")
+    if missing := [k for k in ("admissible", "task", "category", "won", "score") if k not in info]:
+        raise ValueError(f"info lacks {', '.join(missing)}")
+    if isinstance(info["admissible"], str):
+        raise ValueError(f"admissible is {info['admissible']!r}, not a list of commands")
+    category = as_python(info["category"])
+    if not isinstance(category, (str, int, float, type(None))):
+        raise ValueError(f"category is {category!r}, not a string, a number or None")
+    score = as_number(info["score"], "score")
+    if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
+        raise ValueError(f"score is {score}, not a number from 0 to 1")
+    return {"admissible": [as_command(c, parse_action) for c in info["admissible"]],
+            "task": as_text(info["task"], "task"), "category": category,
+            "won": as_bool(info["won"], "won"), "score": score}
+
+
+def parts_of(answer, method, names):
+    """What a method returned, after checking that it has as many parts as there are names."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != len(names.split(", ")):
+        raise ValueError(f"{method} must return ({names}), and returned {answer!r:.200}")
+    return answer
+
+
+# ------------------------------------------------------------------------------------- a worker
+
+class EnvWorker:
+    """Plays many games, by number, in one process: the worker's side of the pool."""
+
+    def __init__(self, make, name, options):
+        self.make_env = functools.partial(pkgutil.resolve_name(make), name, **options)
+        # the numbers of all games loaded so far. Requests to load are handled last, so one may be
+        # handled after its game was started; it must then do nothing
+        self.loaded = set()
+        self.ready = {}  # loaded but not started: (environment, obs, info)
+        self.playing = {}  # the environments of games that are being played
+        self.spare = []  # environments that can be used again
+
+    def load(self, number, task):
+        if number not in self.loaded:
+            env = self.spare.pop() if self.spare else self.make_env()
+            self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
+            self.loaded.add(number)
+
+    def start(self, number, task):
+        self.load(number, task)
+        env, obs, info = self.ready.pop(number)
+        self.playing[number] = env
+        return as_text(obs, "obs"), as_info(info, env.parse_action)
+
+    def step(self, number, action):
+        env = self.playing[number]
+        obs, reward, terminated, truncated, info = parts_of(
+            env.step(action), "step()", "obs, reward, terminated, truncated, info")
+        over = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
+        if any(over):
+            self.drop(number)
+        info = as_info(info, env.parse_action)
+        return as_text(obs, "obs"), as_number(reward, "reward"), *over, info
+
+    def drop(self, number, argument=None):
+        if number in self.playing:
+            self.spare.append(self.playing.pop(number))
+
+    def execute(self, number, requests):
+        """The answer to the last of the requests, or a GameError, because not every exception can
+        be pickled."""
+        try:
+            for op, argument in requests:
+                answer = getattr(self, op)(number, argument)
+            return answer
+        except (Exception, SystemExit) as error:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            return GameError(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+
+
+def worker_main(fd):
+    """A worker process: answers requests until its parent closes the pipe."""
+    conn, messages = Connection(fd), queue.PriorityQueue()
+    worker = EnvWorker(*conn.recv())
+
+    def read():
+        try:
+            for n in itertools.count():
+                number, requests, wants_answer = conn.recv()
+                messages.put((requests[0][0] == "load", n, number, requests, wants_answer))
+        finally:
+            os._exit(0)
+
+    # a thread always reads what the parent sends: with both pipes full, both sides would hang
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        *_, number, requests, wants_answer = messages.get()  # loads come last
+        answer = worker.execute(number, requests)
+        if wants_answer:
+            conn.send((number, answer))
+
+
+# ------------------------------------------------------------------------------------- the pool
+
+def processes_per_rank() -> int:
+    """How many workers a rank starts: a machine's cores, at most 16, shared among its ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(16, cores) // ranks)
+
+
+def importable_name(env) -> str:
+    """The name by which worker processes can import an environment. ValueError: there is none."""
+    if isinstance(env, type):
+        env = f"{env.__module__}:{env.__qualname__}"
+    if env.startswith("__main__:") or "<locals>" in env:
+        raise ValueError(f"worker processes cannot import {env}: put the class into a module, or "
+                         "use workers=0 to play in this process")
+    return env
+
+
+@dataclass
+class OpenGame:
+    """What the parent knows of a game."""
+
+    worker: int
+    task: str
+    requests: list = field(default_factory=list)  # all (op, argument), to replay them if need be
+    answer: tuple = None  # to the last request; None: not there yet
+    order: int = 0  # of the last request, among those of all games
+    number: int = field(default_factory=itertools.count().__next__)  # never used twice
+
+
+class WorkerPool:
+    """Plays games of an environment side by side in `workers` processes, or with 0 in this one.
+    `make` is the name of a function, to which `name` (a name or a class) and `options` are given;
+    `env` is the environment's class. The caller chooses the games' keys.
+
+        pool.load(tasks)            loads games in the background, while the model is busy
+        pool.start(key, task); pool.step(key, action)
+        pool.gather(keys)           their answers, in order: (obs, info), or the five of step()
+        pool.drop(key)              gives up an unfinished game
+
+    A worker that dies, or does not answer within the environment's `patience`, is replaced and its
+    games are replayed; the caller does not notice. A GameError names a game that fails, or the
+    games that waited when a worker was lost for the fourth time in a row."""
+
+    warn_after = 60  # seconds without an answer after which the games are named
+
+    def __init__(self, make, name, env, options=None, workers=0):
+        self.make = make
+        self.env = env
+        self.options = options or {}
+        self.local = None if workers else EnvWorker(make, name, self.options)
+        self.name = importable_name(name) if workers else getattr(name, "__name__", name)
+        # by worker: process, pipe, how often it was lost since its last answer
+        self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
+        self.games = {}  # by key
+        self.loading = {}  # task: games that are being loaded
+        self.loaders = itertools.cycle(range(workers))
+        self.order = itertools.count()
+        self.seconds = 0.0  # spent on games or waiting for them
+        for w in range(workers):
+            self.spawn(w)
+
+    # ---- what the caller uses
+    def load(self, tasks):
+        for task in tasks if self.procs else ():
+            loading = self.loading.setdefault(task, [])
+            while len(loading) < tasks.count(task):
+                game = OpenGame(next(self.loaders), task)
+                loading.append(game)
+                self.send(game, [("load", task)])
+
+    def start(self, key, task):
+        if key in self.games:
+            self.drop(key)
+        if self.loading.get(task):
+            game = self.loading[task].pop(0)
+        else:
+            busy = [game.worker for game in self.games.values()]
+            game = OpenGame(min(range(len(self.procs)), key=busy.count, default=0), task)
+        self.games[key] = game
+        self.ask(game, "start", task)
+
+    def step(self, key, action):
+        game, most = self.games[key], self.options.get("horizon", self.env.horizon)
+        if len(game.requests) > most:  # the first request started it
+            raise GameError(f"{self.name}: game {game.task} does not end after {most} turns")
+        self.ask(game, "step", action)
+
+    def gather(self, keys):
+        games = [self.games[key] for key in keys]
+        for game in games:
+            while game.answer is None:
+                self.receive(game.worker)
+        for key, game in zip(keys, games):
+            if isinstance(game.answer, GameError):
+                turn = len(game.requests) - 1  # the first request was to start
+                when = f" in turn {turn}" if turn else ""
+                raise GameError(f"{self.name}: game {game.task} failed{when}: {game.answer}")
+            if any(game.answer[2:4]):  # terminated or truncated
+                del self.games[key]
+        return [game.answer for game in games]
+
+    def drop(self, key):
+        game = self.games.pop(key)
+        self.send(game, [("drop", None)])
+
+    def close(self):
+        for proc in self.procs:
+            proc.kill()
+            proc.wait()
+
+    # ---- messages
+    def ask(self, game, op, argument):
+        game.requests.append((op, argument))
+        game.answer, game.order = None, next(self.order)
+        self.send(game, game.requests[-1:], wants_answer=True)
+
+    def send(self, game, requests, wants_answer=False):
+        """Sends requests to a worker, or executes them in this process."""
+        start = time.time()
+        if self.local:
+            game.answer = self.local.execute(game.number, requests)
+        else:
+            with contextlib.suppress(OSError):  # receive() notices a dead worker
+                self.conns[game.worker].send((game.number, requests, wants_answer))
+        self.seconds += time.time() - start
+
+    def receive(self, w):
+        """Waits for a worker's next answer; replaces the worker if it is dead or hangs."""
+        start = time.time()
+        try:
+            patience, first = self.env.patience, min(self.warn_after, self.env.patience)
+            if not self.conns[w].poll(first):
+                print(f"{self.name}: no answer for {first} seconds in {self.unanswered(w)}",
+                      file=sys.stderr, flush=True)
+                if not self.conns[w].poll(patience - first):
+                    return self.replace(w, f"gave no answer for {patience} seconds")
+            number, answer = self.conns[w].recv()
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.procs[w].wait(1)  # to know its exit status
+            return self.replace(w, f"died with status {self.procs[w].returncode}")
+        self.seconds += time.time() - start
+        for game in self.games.values():  # it may have been dropped
+            if game.number == number:
+                game.answer = answer
+                self.losses[w] = 0
+
+    # ---- the workers
+    def spawn(self, w):
+        """Starts a new interpreter with this file; a fork would copy torch and its threads. It has
+        its own session, so that Ctrl-C does not reach it before the caller has finished."""
+        self.conns[w], child_end = Pipe()
+        fd = child_end.fileno()
+        path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *sys.path]
+        code = (f"import sys; sys.path[:] = {path!r}; "  # the environment may be anywhere
+                f"from runtime.workers import worker_main; worker_main({fd})")
+        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
+        self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
+                                         stdin=subprocess.DEVNULL)
+        self.conns[w].send((self.make, self.name, self.options))
+        child_end.close()
+
+    def games_of(self, w):
+        """A worker's games, in the order of their last requests."""
+        return sorted((game for game in self.games.values() if game.worker == w),
+                      key=lambda game: game.order)
+
+    def unanswered(self, w):
+        """The first few games that wait for a worker, which is at work on the first of them."""
+        return [game.task for game in self.games_of(w) if game.answer is None][:4]
+
+    def replace(self, w, why):
+        """Starts another worker in the place of a lost one and replays its games."""
+        self.losses[w] += 1
+        if self.losses[w] > 3:
+            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row. These "
+                            f"games waited: {self.unanswered(w)}")
+        self.procs[w].kill()
+        self.procs[w].wait()
+        self.spawn(w)
+        for game in self.games_of(w):
+            self.send(game, game.requests, wants_answer=game.answer is None)
