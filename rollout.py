@@ -26,9 +26,9 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import (PIECE_LENGTH, ActorCritic, excess_error, float32_logits, in_float32, load,
-                   make_batch, micro_batches, pieces_of_cache, restricted_log_softmax,
-                   sample_token, uses_full_attention)
+from model import (ActorCritic, excess_error, float32_logits, in_float32, load, make_batch,
+                   micro_batches, restricted_log_softmax, sample_token)
+from runtime.attention import PIECE_LENGTH, pieces_of_cache, uses_full_attention
 
 # ----------------------------------------------------------------- the decode state, on the device
 
@@ -67,7 +67,7 @@ class DecodeState:
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
         self.backbone = lm.model.base_model
-        self.in_pieces = False  # model.attention_in_pieces in decoding steps; see select_mode
+        self.in_pieces = False  # attention_in_pieces in decoding steps; see select_mode
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
         self.layers = [LayerCache(layer.keys[:0, :, :1].transpose(1, 2).contiguous(),
@@ -208,7 +208,7 @@ class Mode(NamedTuple):
 
     cuda_graphs: bool = False
     compiled: bool = False
-    in_pieces: bool = False  # model.attention_in_pieces
+    in_pieces: bool = False  # runtime.attention.attention_in_pieces
 
 
 class Sampler:

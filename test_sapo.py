@@ -64,7 +64,9 @@ from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_l
                   value_loss)
 from train import make_samples
 from runtime import checkpoint, cli, compile as compile_module, distributed, optim
+from runtime.attention import PIECE_LENGTH
 from runtime.test_checkpoint import checkpoints
+from runtime.test_attention import flash_attention_forward
 from tools import imitate
 from tools.imitate import random_tiny
 from simulators.test_textworld import TRIAL, needs_games, needs_package, small_game
@@ -1176,25 +1178,6 @@ def test_cache_grows_and_slots_are_compacted_without_changing_results():
     assert [r.ids for r in kv([0, 1], [long, other], u)] == [r.ids for r in expected]
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (5, 1)])
-def test_grouped_query_attention_matches_plain_attention(heads, kv_heads):
-    torch.manual_seed(0)
-    shapes = (heads, 7), (kv_heads, 7), (kv_heads, 7)
-    query, key, value = (torch.randn(3, h, t, 8) for h, t in shapes)
-    wide = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
-    causal = torch.zeros(7, 7).masked_fill(~torch.ones(7, 7).tril().bool(), -INF)
-    ragged = torch.zeros(3, 1, 7, 7).masked_fill(torch.rand(3, 1, 7, 7) < 0.4, -INF)
-    ragged[..., 0] = 0
-    last = query[:, :, :1], ragged[:, :, :1]
-    for q, mask, plain in ((query, None, causal), (query, ragged, ragged), (*last, last[1])):
-        scores = (q @ wide[0].transpose(2, 3)) * 0.3 + plain
-        torch.testing.assert_close(
-            model_module.grouped_query_attention(None, q, key, value, mask, scaling=0.3)[0],
-            (scores.softmax(-1) @ wide[1]).transpose(1, 2))
-    with pytest.raises(ValueError, match="softcap"):
-        model_module.grouped_query_attention(None, query, key, value, None, softcap=30.0)
-
-
 @CONTEXTS
 def test_compiled_sampling_gives_the_same_tokens(context, monkeypatch):
     if not GPU:  # C++ takes a minute to compile; what is traced is the same
@@ -1502,41 +1485,6 @@ def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     same_tokens_and_values(play(lm, "hf", context, 1.0)[0], turns)
 
 
-def flash_attention_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout, causal, debug,
-                            *, scale, seqused_k):
-    """What torch.ops.aten._flash_attention_forward computes on a GPU. Where a sequence has no keys,
-    its log-sum-exp is infinite."""
-    scale, dtype = scale or query.shape[-1] ** -0.5, query.dtype
-    query, key, value = query.float(), key.float(), value.float()
-    out, lse = torch.zeros_like(query), torch.full(query.shape[1::-1], float("inf"))
-    for start, end, first, used in zip(cum_q, cum_q[1:], cum_k, seqused_k):
-        if used:
-            q, keys = query[start:end].transpose(0, 1), key[first:first + used].transpose(0, 1)
-            scores = scale * q @ keys.mT  # (H', queries, keys)
-            lse[:, start:end] = scores.logsumexp(-1)
-            values = value[first:first + used].transpose(0, 1)
-            out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1)
-    return out.to(dtype), lse, None, None, None
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_attention_in_pieces_equals_attention_with_a_mask(monkeypatch, groups):
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
-    generator = torch.Generator().manual_seed(0)
-    piece = model_module.PIECE_LENGTH
-    rows, heads, length, size = 4, 2, 3 * piece, 8
-    lengths = torch.tensor([1, piece, piece + 1, length - 5])
-    key, value = torch.randn(2, rows + 1, length + 9, heads, size, generator=generator)
-    query = torch.randn(rows, groups * heads, 1, size, generator=generator)
-    unseen = torch.arange(length) >= lengths[:, None, None, None]
-    masked = torch.zeros(unseen.shape).masked_fill(unseen, float("-inf"))
-    attend = lambda last, mask: model_module.grouped_query_attention(
-        None, query, key[:rows, :last].transpose(1, 2), value[:rows, :last].transpose(1, 2), mask,
-        0.3)[0]
-    pieces = model_module.pieces_of_cache(lengths, length, length + 9)
-    torch.testing.assert_close(attend(None, pieces), attend(length, masked))
-
-
 @CONTEXTS
 def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, context):
     """Whole conversations of more than a piece, and a mistake that shows only there."""
@@ -1550,7 +1498,7 @@ def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, contex
     for sampler.state.in_pieces in (True, False):
         sampler.decode_step = sampler.make_decode_step()
         found.append(sampler.generate(prompts))
-    assert len(prompts[1]) > model_module.PIECE_LENGTH > len(prompts[0])
+    assert len(prompts[1]) > PIECE_LENGTH > len(prompts[0])
     for one, other in zip(*found):
         same = [a == b for a, b in zip(one.ids, other.ids)]
         assert same[0]  # later tokens may differ by rounding
