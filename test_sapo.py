@@ -1434,24 +1434,6 @@ def test_logits_of_a_16_bit_model_are_not_rounded():
         assert (x - y).norm() < 0.01 * y.norm()
 
 
-@pytest.mark.parametrize("error, again", [
-    (torch._dynamo.exc.TorchDynamoException("no compiler"), True),
-    (RuntimeError("a kernel failed"), False)])
-def test_failed_compiled_call_that_changed_its_arguments_is_not_repeated(monkeypatch, error, again):
-    def compile(function, **options):
-        def run(x):
-            if not again:
-                function(x)  # it is applied before it fails
-            raise error
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
-    count = torch.zeros(1)
-    with contextlib.nullcontext() if again else pytest.raises(RuntimeError, match="kernel"):
-        compile_module.compiled(lambda x: x.add_(1))(count)
-    assert count == 1
-
-
 def test_hf_engine_restores_the_models_settings_even_after_errors(monkeypatch):
     lm = random_model("qwen2", 1)
     before = lm.model.generation_config, lm.model.config._attn_implementation
