@@ -206,7 +206,7 @@ class ActorCritic:
         replace_attention(self.model)
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
-        self.sampling_modes = {}  # (context, compile): what rollout.Sampler found to work
+        self.fast_sampling = {}  # (context, compile): whether Samplers decode in the fast way
         self.max_length = getattr(self.model.config.get_text_config(),
                                   "max_position_embeddings", None) or 1 << 30
         # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
@@ -657,106 +657,6 @@ def check_head(lm: ActorCritic) -> None:
             or (seen["after"].float() - expected).abs().max() > 0.02 * expected.abs().max()):
         raise ValueError("the model's head is not a plain linear layer, but has an adapter or a "
                          "hook: merge the adapter into it, or remove the hook")
-
-
-# ---------------------------------------------------------- checks of faster ways of computing
-
-@contextlib.contextmanager
-def in_float32(backbone) -> Iterator[None]:
-    """Within this context, `backbone` computes in float32. Each module's weights are converted only
-    while it runs, so that without gradients they never all exist at once."""
-    original, hooks = {}, []
-
-    def convert(module, inputs):
-        original[module] = module._parameters
-        module._parameters = {name: p if p is None else p.float()
-                              for name, p in module._parameters.items()}
-
-    def restore(module, inputs, output):
-        module._parameters = original.pop(module)
-
-    for module in backbone.modules():
-        if module._parameters:
-            hooks += [module.register_forward_pre_hook(convert),
-                      module.register_forward_hook(restore, always_call=True)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, parameters in original.items():  # left by an interrupt
-            module._parameters = parameters
-
-
-def excess_error(found, plain, exact) -> tuple[float, float] | None:
-    """Compares `found` and `plain`, tensors of one shape, with `exact`, computed in float32.
-    Returns None if `found` is within tolerance, else (its error, the tolerance).
-
-    Results of a 16-bit model depend on the order of its operations. So the root mean square error
-    may be twice that of `plain`, a plain pass, and the maximum error four times. For n numbers the
-    tolerance has another factor 1 + 7 / n, which allows for chance; it was chosen with n = 14, the
-    V and Q of the sampler's check. The 1e-3 is for float32 models, whose `plain` is `exact`."""
-    slack = 1 + 7 / exact.numel()
-    for times, norm in ((2, lambda x: x.square().mean().sqrt()), (4, lambda x: x.abs().max())):
-        error, rounding = (norm(x.double() - exact.double()).item() for x in (found, plain))
-        if not error <= (allowed := times * slack * rounding + 1e-3):  # NaN is wrong, too
-            return error, allowed
-    return None
-
-
-def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
-    """Returns lm with compiled scoring; or lm itself, with a warning, if compiling fails or if
-    log-probs, entropies, values or gradients are wrong. It is compiled on a batch of about `tokens`
-    tokens, as in a micro-batch, because the compiler plans for the sizes that it sees first. The
-    results are compared on a small batch of another width, because the same graphs serve all."""
-    from runtime.compile import warn
-    length = max(2, min(500, lm.max_length, tokens // 3))
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = torch.tensor([i for i in range(20) if i not in lm.value_ids])
-    # odd, as the padded length is even, because the compiler takes equal sizes for one and the same
-    rows = max(3, (tokens // length - 1) | 1)
-    index = torch.randint(len(vocabulary), (rows, length), generator=generator)
-    samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
-    shorter = (length + 2) // 2
-    small = make_batch([(ids[:shorter], [(1, shorter)]) for ids, _ in samples[:3]]).to(lm.device)
-    fast = replace(lm, compile=True)
-    try:
-        fast.score(make_batch(samples).to(lm.device)).logp.sum().backward()
-        found, plain = scores_and_gradients(fast, small), scores_and_gradients(lm, small)
-        with in_float32(lm.model.base_model):
-            exact = scores_and_gradients(lm, small)
-        norms = exact["norms"].clamp(min=1e-30)
-        for x in (found, plain, exact):
-            x["gradients"] /= norms
-        for what in ("scores", "gradients"):
-            if excess := excess_error(found[what], plain[what], exact[what]):
-                raise ValueError(f"the error of its {what} is {excess[0]:.2g}, and rounding "
-                                 f"explains at most {excess[1]:.2g}")
-    except Exception as error:  # kernels fail in ways of their own
-        lm.model.zero_grad(set_to_none=True)
-        warn(f"compiled scoring is not used: {error}")
-        return lm
-    return fast
-
-
-def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
-    """-> "scores": all numbers of lm.score(batch). Their sum is differentiated: for each parameter,
-    "gradients" has the projection of its gradient on a fixed vector of random signs, and "norms"
-    the gradient's norm."""
-    lm.model.zero_grad(set_to_none=True)
-    scores = torch.cat(lm.score(batch))
-    scores.sum().backward()
-    projections, norms = [], []
-    for n, p in enumerate(lm.model.parameters()):
-        if p.grad is not None:
-            generator = torch.Generator(p.device).manual_seed(n)
-            signs = torch.randint(0, 2, p.shape, generator=generator, device=p.device,
-                                  dtype=torch.int8)
-            projections.append((p.grad.float() * (2 * signs - 1)).sum())
-            norms.append(p.grad.float().norm())
-    lm.model.zero_grad(set_to_none=True)
-    return {"scores": scores.detach(), "gradients": torch.stack(projections),
-            "norms": torch.stack(norms)}
 
 
 def main():

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import (ActorCritic, excess_error, float32_logits, in_float32, load, make_batch,
-                   micro_batches, restricted_log_softmax, sample_token)
-from runtime.attention import PIECE_LENGTH, pieces_of_cache, uses_full_attention
+from model import ActorCritic, float32_logits, load, make_batch, micro_batches, sample_token
+from runtime.attention import pieces_of_cache, uses_full_attention
+from runtime.verify import check_against_reference, fast_way_is_right
 
 # ----------------------------------------------------------------- the decode state, on the device
 
@@ -67,7 +67,7 @@ class DecodeState:
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
         self.backbone = lm.model.base_model
-        self.in_pieces = False  # attention_in_pieces in decoding steps; see select_mode
+        self.in_pieces = False  # whether decoding steps use attention_in_pieces
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
         self.layers = [LayerCache(layer.keys[:0, :, :1].transpose(1, 2).contiguous(),
@@ -201,14 +201,6 @@ class Sequence:
     uniforms: np.ndarray  # the random numbers for the response
     response: list | None = None  # the tokens of the response, once it is complete
     num_cached: int = 0  # tokens in the KV cache of its slot; an upper bound while it is decoded
-
-
-class Mode(NamedTuple):
-    """Which accelerations of the decoding step a sampler uses."""
-
-    cuda_graphs: bool = False
-    compiled: bool = False
-    in_pieces: bool = False  # runtime.attention.attention_in_pieces
 
 
 class Sampler:
@@ -484,7 +476,7 @@ class Sampler:
         size = self.round_up(max(slots, had[0]), max(longest, had[1]))
         if size != had:
             state.resize(*size)
-            self.decode_step = self.make_decode_step()  # captured graphs hold the old addresses
+            self.make_decode_step()
 
     def round_up(self, n, kv_length):
         """On a GPU, rounds numbers of slots and positions up, so that there are few sizes to
@@ -498,14 +490,12 @@ class Sampler:
     # ---- how it computes
     @torch.no_grad()
     def set_up(self, gpu, compile, check):
-        """Makes the decode state and chooses the fastest Mode that gives right results.
-        lm.sampling_modes remembers it."""
-        self.gpu = gpu
+        """Makes the decode state, which computes in the fast way if it has one and that is right,
+        else in the plain way. lm.fast_sampling remembers which."""
+        self.gpu, self.compile = gpu, compile
         self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
         self.lag = 1 if gpu else 0  # how many snapshots the host is behind
         self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
-        # with CUDA graphs, select_mode replaces it by one that makes new graphs after every resize
-        self.make_decode_step = lambda: self.decode_one_token
         backbone = self.lm.model.base_model
         try:
             rope = str(getattr(backbone.config, "rope_parameters", ""))
@@ -513,25 +503,42 @@ class Sampler:
                 raise ValueError("not every layer attends to all previous tokens, or the rotary "
                                  "embedding depends on the sequence length")
             self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-            self.decode_step, mode = self.make_decode_step(), Mode()
-            find_error = check_against_reference if check else lambda sampler: ""
-            if gpu or compile:
-                from runtime.compile import select_mode
-                is_16_bit = self.state.hidden.dtype in (torch.float16, torch.bfloat16)
-                modes = [Mode(gpu, compile, in_pieces=gpu and compile and is_16_bit),
-                         Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
-                if not check:
-                    modes = [self.lm.sampling_modes.get((self.context, compile), modes[1])]
-                mode = select_mode(self, find_error, modes)  # it also sets make_decode_step
-            elif error := find_error(self):
+            way = self.context, compile
+            fast = (gpu or compile) and (check or self.lm.fast_sampling.get(way, True))
+            self.accelerate(fast)
+            if check and fast and not fast_way_is_right(self):
+                fast = False
+                self.accelerate(fast)
+            if check and not fast and (error := check_against_reference(self)):
                 raise ValueError(error)
             if check:
-                self.lm.sampling_modes[self.context, compile] = mode
+                self.lm.fast_sampling[way] = fast
         except (ValueError, AttributeError, TypeError, LookupError) as error:
             why = "" if isinstance(error, ValueError) else (
                 f"probably its KV cache has another form; {type(error).__name__}: ")
             raise ValueError(f"the kv engine does not support {type(self.lm.model).__name__}, use "
                              f"--engine hf: {why}{error}") from None
+
+    def accelerate(self, fast):
+        """From now on, decodes in the fast way or in the plain one. The fast way captures decoding
+        steps as CUDA graphs on a GPU; with `compile`, it compiles the layers, and on a GPU attends
+        in pieces if the model has 16 bits. The plain way runs the model as it is."""
+        state = self.state
+        self.captures = fast and self.gpu
+        state.backbone = self.lm.model.base_model
+        if fast and self.compile:
+            from runtime.compile import compiled_layers  # here: it configures the compiler
+            state.backbone = compiled_layers(state.backbone)
+        is_16_bit = state.hidden.dtype in (torch.float16, torch.bfloat16)
+        state.in_pieces = fast and self.compile and self.gpu and is_16_bit
+        self.make_decode_step()
+
+    def make_decode_step(self):
+        """To be called after every resize, too: captured graphs hold the old addresses."""
+        self.decode_step = self.decode_one_token
+        if self.captures:
+            from runtime.compile import CudaGraphs
+            self.decode_step = CudaGraphs(self.decode_one_token)
 
 
 # ------------------------------------------------------------------- the hf engine: transformers
@@ -581,136 +588,6 @@ def generate_with_hf(sampler: Sampler) -> list:
     sampler.steps += len(logps)
     rows = zip(sequences, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
     return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
-
-
-# ----------------------------------------------- the kv engine's check against plain forward passes
-
-CHECK_PROMPTS = (  # of several lengths
-    "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1, a fridge 1 "
-    "and a cabinet 1. Your task is to: put a cool mug in desk. Reason, then give one command.",
-    "What is the capital of France?", "Count from one to twenty, in words.", "go to",
-    "List three animals that live in the sea, and say in one sentence what each of them eats.",
-    "You open the drawer 1. In it, you see a pen 1 and a key 2. What do you do next?",
-    "Write a short letter to a friend who has moved to another town and misses the old one.")
-CHECK_STEPS = 20  # tokens of each response
-
-
-def encode_check_prompt(lm, text, before=()):
-    """Encodes one of CHECK_PROMPTS -> token ids. Without a chat template, of the text alone."""
-    return lm.chat.encode_user_turn(text, before) if lm.chat else lm.tokenizer(text).input_ids
-
-
-@torch.no_grad()
-def check_against_reference(sampler: Sampler) -> str:
-    """Samples responses to CHECK_PROMPTS (in "full", two turns each), and compares log-probs, the
-    choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
-    description of what rounding does not explain, or ""."""
-    lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
-    stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
-    steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
-    while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
-        texts[0] += " " + CHECK_PROMPTS[0]
-    room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
-    longest = max(len(encode_check_prompt(lm, text)[:room]) for text in texts)
-    sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
-    rng, uniforms = np.random.default_rng(0), {}
-    sampler.forget()
-    sampler.ensure_capacity(len(CHECK_PROMPTS),
-                            rounds * (longest + steps + 8) + sampler.max_new_tokens)
-    for layer in sampler.state.layers:
-        layer.keys.zero_()  # the mode tried before may have left NaN
-        layer.values.fill_(1000.0)  # attending to what is not there shows in every result
-    try:
-        lm.head.weight[lm.value_index] = random_readout_rows(lm)
-        for _ in range(rounds):
-            for key, (ids, *_) in enumerate(sequences):
-                ids += encode_check_prompt(lm, texts[key], ids)[:room]
-                uniforms[key] = rng.random(sampler.max_new_tokens, dtype=np.float32)
-                sampler.enqueue(key, ids, uniforms[key])
-            sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
-            finished = sampler.run(steps)
-            sampler.is_stop.fill_(True)  # every token ends it
-            while sampler.busy:
-                finished += sampler.run()
-            for key, response in finished:
-                ids, spans, responses = sequences[key]
-                spans.append((len(ids), len(ids) + len(response.ids)))
-                ids += response.ids
-                responses.append((response, uniforms[key][:len(response.ids)]))
-        sampled, plain, exact = sampled_plain_exact(sampler, sequences)
-    finally:
-        lm.head.weight[lm.value_index] = saved_rows
-        sampler.is_stop.copy_(stops)
-        sampler.forget()
-        sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
-    for what in sampled:
-        if excess := excess_error(sampled[what], plain[what], exact[what]):
-            return (f"the error of its {what} is {excess[0]:.2g}, and rounding explains at most "
-                    f"{excess[1]:.2g}")
-    return ""
-
-
-def random_readout_rows(lm) -> torch.Tensor:
-    """Random head rows for w+ and w-, (2, D), that make V and Q about 0.3 R_max. A new model's are
-    0, with which V and Q would look right whatever hidden state they were read from."""
-    ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
-    hidden = lm.hidden_states(ids).float()
-    rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
-    return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
-
-
-def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
-    """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
-    same keys: the sampler's results, those of a plain forward pass, and those of one in float32.
-
-    Log-probs, V and Q are compared as they are. For the choice of tokens: sampling by the inverse
-    cumulative distribution picks token k if cdf[k - 1] <= u < cdf[k]. So the sampler's error is the
-    distance of u from that interval, with the cdf of the float32 pass, and rounding explains the
-    largest difference between the cdfs of the two passes. In greedy decoding the chosen token must
-    be the likeliest one, and log-probs take the place of the cdf."""
-    lm, temperature = sampler.lm, sampler.temperature
-    batch = make_batch([sequence[:2] for sequence in sequences]).to(lm.device)
-    responses, u = zip(*(pair for sequence in sequences for pair in sequence[2]))
-    u = torch.tensor(np.concatenate(u), device=lm.device)  # (M,)
-    logp = torch.tensor([x for response in responses for x in response.logp], device=lm.device)
-    values = torch.tensor([(response.v, response.q) for response in responses], device=lm.device)
-    token = batch.ids[batch.token_row, batch.token_col]
-
-    def hidden_states():
-        return lm.model.base_model(input_ids=batch.ids, use_cache=False,
-                                   **lm.causal_kwargs(batch.ids)).last_hidden_state
-
-    def distribution(hidden, index):
-        """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). Greedy decoding has
-        log-probs, clamped at -5, in place of the cdf."""
-        before = hidden[batch.token_row[index], batch.token_col[index] - 1]
-        logits = float32_logits(before, lm.head) / (temperature or 1)
-        logp = restricted_log_softmax(logits, lm.value_index)
-        return logp, logp.exp().cumsum(-1) if temperature else logp.clamp(min=-5)
-
-    hidden_plain = hidden_states()
-    with in_float32(lm.model.base_model):
-        hidden_exact = hidden_states()
-    parts = []
-    for index in torch.arange(len(token), device=lm.device).split(64):  # (64, W) at a time
-        column = token[index, None]
-        logp_plain, cdf_plain = distribution(hidden_plain, index)
-        logp_exact, cdf = distribution(hidden_exact, index)
-        rounding = (cdf - cdf_plain).abs().amax(-1)
-        end, chosen = cdf.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
-        if temperature:
-            outside = torch.maximum(u[index] - end, end - chosen.exp() - u[index]).clamp(min=0)
-        else:  # how much less likely than the likeliest token
-            outside = cdf.amax(-1) - end
-        parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
-    logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
-    value_plain, value_exact = (torch.stack([
-        lm.readout(x[batch.row, batch.start - 1]), lm.readout(x[batch.row, batch.end - 1])], 1)
-        for x in (hidden_plain, hidden_exact))
-    zeros = torch.zeros_like(rounding)
-    return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
-            {"log-probs": logp_plain, "choices of tokens": rounding, "V and Q": value_plain},
-            {"log-probs": logp_exact, "choices of tokens": zeros, "V and Q": value_exact})
 
 
 # ------------------------------------------------------------------------------------ trajectories

@@ -27,8 +27,8 @@ import torch
 
 import envs
 import eval as evaluation
-from model import (ActorCritic, Batch, Critic, Scores, check_initial_readout, compiled_scoring,
-                   is_tiny, load, make_batch, micro_batches)
+from model import (ActorCritic, Batch, Critic, Scores, check_initial_readout, is_tiny, load,
+                   make_batch, micro_batches)
 from rollout import ROLLOUT, SHUFFLE, TASKS, Turn, rollout
 from runtime.checkpoint import (Clock, RunDir, default_run_name, init_wandb, iterations_of,
                                 read_json, read_tensors, wandb_names, write_file, write_folder)
@@ -37,6 +37,7 @@ from runtime.distributed import (Stopped, all_gather_list, all_reduce_sum, annou
                                  barrier, begin_update, broadcast_object, init_distributed,
                                  mean_or_zero, print0, process_group, rank, stop, world_size)
 from runtime.optim import AdamW
+from runtime.verify import compiled_scoring
 from sapo import (actor_loss, discounted_returns, empg_advantages, episode_returns,
                   explained_variance, gigpo_advantages, grpo_advantages, normalize_advantages,
                   rloo_advantages, sapo_loss, token_gae, turn_targets, value_loss)

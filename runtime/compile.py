@@ -126,30 +126,3 @@ class CudaGraphs:
                 self.step(n, kv_length)
         self.memory = graph.pool()  # graphs run one at a time, so they can share memory
         return graph
-
-
-def select_mode(sampler, find_error, modes):
-    """Puts a rollout.Sampler into the first of `modes`, each a rollout.Mode, in which
-    find_error(sampler) returns "" -> that mode. ValueError: the error of the last."""
-    state = sampler.state
-    eager = state.backbone
-    for mode in dict.fromkeys(modes):
-        state.backbone = compiled_layers(eager) if mode.compiled else eager
-        state.in_pieces = mode.in_pieces
-        sampler.make_decode_step = lambda: sampler.decode_one_token
-        if mode.cuda_graphs:
-            sampler.make_decode_step = lambda: CudaGraphs(sampler.decode_one_token)
-        sampler.decode_step = sampler.make_decode_step()
-        try:
-            error = find_error(sampler)
-        except Exception as raised:  # kernels fail in ways of their own
-            if not any(mode):
-                raise
-            error = f"{type(raised).__name__}: {raised}"
-        if not error and getattr(sampler.decode_step, "works", True):
-            return mode
-        if error and any(mode):
-            name = "attention in pieces" if mode.in_pieces else " and ".join(
-                ["CUDA graphs"] * mode.cuda_graphs + ["torch.compile"] * mode.compiled)
-            warn(f"sampling does not use {name}: {error}")
-    raise ValueError(error)
