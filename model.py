@@ -235,13 +235,16 @@ class ActorCritic:
         out = self.backbone(input_ids=ids, use_cache=False, **self.causal_kwargs(ids))
         return out.last_hidden_state
 
-    def readout(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> p in [-1, 1], (...). Only two rows of the head are used, in float32, because
-        16-bit logits would be rounded before they are subtracted."""
-        weight = self.head.weight.index_select(0, self.value_index).float()
-        bias = self.head.bias
-        if bias is not None:
-            bias = bias.index_select(0, self.value_index).float()
+    def value_rows(self) -> tuple:
+        """The head's rows of w+ and w-: weight (2, D) and bias, (2,) or None, in float32."""
+        weight, bias = self.head.weight, self.head.bias
+        rows = weight.index_select(0, self.value_index).float()
+        return rows, None if bias is None else bias.index_select(0, self.value_index).float()
+
+    def readout(self, hidden: torch.Tensor, rows=None) -> torch.Tensor:
+        """(..., D) -> p in [-1, 1], (...), by the head's value_rows, or by others. The product is
+        in float32, because 16-bit logits would be rounded before they are subtracted."""
+        weight, bias = self.value_rows() if rows is None else rows
         return value_readout(F.linear(hidden.float(), weight, bias), (0, 1), tau=self.tau_v)
 
     def score(self, batch: Batch) -> Scores:

@@ -66,6 +66,7 @@ class DecodeState:
         """No slots yet; dtypes and shapes are taken from a forward pass of the model."""
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
+        self.value_rows = lm.value_rows()  # a copy
         self.backbone = lm.model.base_model
         self.in_pieces = False  # whether decoding steps use attention_in_pieces
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
@@ -96,6 +97,13 @@ class DecodeState:
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
         self.max_length = max_length
 
+    def set_value_rows(self, rows) -> None:
+        """From now on, V and Q are read by these rows, as of lm.value_rows(). They are copied,
+        because captured graphs hold the addresses."""
+        for mine, given in zip(self.value_rows, rows):
+            if mine is not None:
+                mine.copy_(given)
+
     def copy_slots(self, moves: list[tuple[int, int]], kv_length: int) -> None:
         """For every (target, source), copies slot source to slot target, up to position kv_length.
         All are copied at once, so that (a, b) and (b, a) swap two slots."""
@@ -120,7 +128,8 @@ class DecodeState:
         self.hidden[slot] = hidden
         self.num_generated.index_fill_(0, slot, 0)  # index_fill_ needs no copy from the host
         self.active.index_fill_(0, slot, True)
-        self.readouts[slot, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
+        # SAPO: V costs two dot products
+        self.readouts[slot, 0] = self.lm.readout(hidden, self.value_rows)
 
     def sample(self, n: int) -> torch.Tensor:
         """Draws a token for each of the first n slots, and records it and its log-prob -> (n,)."""
@@ -164,7 +173,8 @@ class DecodeState:
         self.position[:n] += active
         num_generated += active
         ended = active & (self.is_stop[token] | (num_generated == self.max_new_tokens))
-        p_q = self.lm.readout(hidden)  # SAPO: for Q the last token goes through the model too
+        # SAPO: for Q the last token goes through the model too
+        p_q = self.lm.readout(hidden, self.value_rows)
         self.readouts[:n, 1] = torch.where(ended, p_q, self.readouts[:n, 1])
         active &= ~ended
 
@@ -243,6 +253,7 @@ class Sampler:
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
         self.tokens_encoded = self.tokens_sampled = self.steps = 0
+        self.value_rows = lm.value_rows  # what V and Q are read by; the check has rows of its own
         self.forget()
         if engine == "kv":
             self.set_up(lm.device.type == "cuda", compile, check)
@@ -362,6 +373,7 @@ class Sampler:
     def prefill(self):
         """Gives slots to the waiting sequences, and prefills what is new of them."""
         waiting, self.waiting = self.waiting, []
+        self.state.set_value_rows(self.value_rows())  # they may have been trained since
         for sequence in waiting:
             if sequence not in self.slots:
                 if None not in self.slots:

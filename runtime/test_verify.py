@@ -7,7 +7,7 @@ import torch
 
 import eval as evaluation
 import rollout as rollout_module
-from model import sample_token
+from model import make_batch, sample_token
 from rollout import DecodeState, Sampler
 from runtime import compile as compile_module
 from runtime import verify
@@ -194,6 +194,29 @@ def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch
     with pytest.raises(ValueError, match="the error of its V and Q is"):
         Sampler(lm)
     assert not lm.head.weight[list(lm.value_ids)].any()  # the check has restored them
+
+
+@CONTEXTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampler_can_be_made_between_a_forward_pass_and_its_backward_pass(context, dtype):
+    lm = random_model("qwen2", 1, dtype=dtype)
+    batch = make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
+    scores = lm.score(batch)
+    versions = [p._version for p in lm.model.parameters()]
+    sampler = Sampler(lm, context=context, max_new_tokens=4)
+    sampler.generate([[5, 6, 7]])
+    assert versions == [p._version for p in lm.model.parameters()]
+    sum(x.sum() for x in scores).backward()
+
+
+def test_sampler_reads_values_by_the_rows_as_they_are_now():
+    lm, u = random_model("qwen2", 1), [[0.5] * 4]
+    sampler = Sampler(lm, max_new_tokens=4)
+    before, = sampler([0], [[5, 6, 7]], u)
+    with torch.no_grad():
+        lm.head.weight[list(lm.value_ids)] *= -1
+    after, = sampler([0], [[5, 6, 7]], u)
+    assert (before.ids, before.v, before.q) == (after.ids, -after.v, -after.q) and before.v
 
 
 def test_sampler_is_checked_once_per_model_and_context(monkeypatch):

@@ -141,7 +141,7 @@ def check_against_reference(sampler) -> str:
     choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
     description of what rounding does not explain, or ""."""
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
-    stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
+    stops, rows = sampler.is_stop.clone(), random_readout_rows(lm)
     steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
     while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
         texts[0] += " " + CHECK_PROMPTS[0]
@@ -156,7 +156,7 @@ def check_against_reference(sampler) -> str:
         layer.keys.zero_()  # a fast way that failed may have left NaN
         layer.values.fill_(1000.0)  # attending to what is not there shows in every result
     try:
-        lm.head.weight[lm.value_index] = random_readout_rows(lm)
+        sampler.value_rows = lambda: rows
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
                 ids += encode_check_prompt(lm, texts[key], ids)[:room]
@@ -172,9 +172,9 @@ def check_against_reference(sampler) -> str:
                 spans.append((len(ids), len(ids) + len(response.ids)))
                 ids += response.ids
                 responses.append((response, uniforms[key][:len(response.ids)]))
-        sampled, plain, exact = sampled_plain_exact(sampler, sequences)
+        sampled, plain, exact = sampled_plain_exact(sampler, sequences, rows)
     finally:
-        lm.head.weight[lm.value_index] = saved_rows
+        sampler.value_rows = lm.value_rows
         sampler.is_stop.copy_(stops)
         sampler.forget()
         sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
@@ -185,18 +185,20 @@ def check_against_reference(sampler) -> str:
     return ""
 
 
-def random_readout_rows(lm) -> torch.Tensor:
-    """Random head rows for w+ and w-, (2, D), that make V and Q about 0.3 R_max. A new model's are
+def random_readout_rows(lm) -> tuple:
+    """Random rows in place of lm.value_rows() that make V and Q about 0.3 R_max. A new model's are
     0, with which V and Q would look right whatever hidden state they were read from."""
     ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
     hidden = lm.hidden_states(ids).float()
     rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
-    return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
+    rows = rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()
+    return rows.to(lm.head.weight.dtype).float(), lm.value_rows()[1]
 
 
-def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
-    """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
-    same keys: the sampler's results, those of a plain forward pass, and those of one in float32.
+def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
+    """[(ids, spans of responses, [(Response, its uniforms)])], and the rows that V and Q are read
+    by -> three dicts of tensors with the same keys: the sampler's results, those of a plain forward
+    pass, and those of one in float32.
 
     Log-probs, V and Q are compared as they are. For the choice of tokens: sampling by the inverse
     cumulative distribution picks token k if cdf[k - 1] <= u < cdf[k]. So the sampler's error is the
@@ -240,7 +242,7 @@ def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
         parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
     logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
     value_plain, value_exact = (torch.stack([
-        lm.readout(x[batch.row, batch.start - 1]), lm.readout(x[batch.row, batch.end - 1])], 1)
+        lm.readout(x[batch.row, boundary - 1], rows) for boundary in (batch.start, batch.end)], 1)
         for x in (hidden_plain, hidden_exact))
     zeros = torch.zeros_like(rounding)
     return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
