@@ -63,7 +63,8 @@ class DecodeState:
                "readouts")
 
     def __init__(self, lm, max_new_tokens, temperature, is_stop):
-        """No slots yet; dtypes and shapes are taken from a forward pass of the model."""
+        """No slots yet; dtypes and shapes are taken from a forward pass of the model. ValueError:
+        the model does not support it."""
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
         self.value_rows = lm.value_rows()  # a copy
@@ -71,9 +72,9 @@ class DecodeState:
         self.in_pieces = False  # whether decoding steps use attention_in_pieces
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
-        self.layers = [LayerCache(layer.keys[:0, :, :1].transpose(1, 2).contiguous(),
-                                  layer.values[:0, :, :1].transpose(1, 2).contiguous())
-                       for layer in out[self.cache_name].layers]
+        self.layers = [LayerCache(keys[:0].transpose(1, 2).contiguous(),
+                                  values[:0].transpose(1, 2).contiguous())
+                       for keys, values in keys_and_values(lm, out.get(self.cache_name))]
         self.max_length = 0  # S
         like = out.last_hidden_state
         self.hidden = like.new_zeros(0, like.shape[-1])  # (R, D) at the last token
@@ -85,6 +86,18 @@ class DecodeState:
         self.tokens = like.new_zeros(0, max_new_tokens + 1, dtype=torch.long)
         self.logp = like.new_zeros(0, max_new_tokens + 1, dtype=torch.float32)
         self.readouts = like.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
+        self.try_out()
+
+    def try_out(self) -> None:
+        """ValueError: the model's forward pass fails with this object as its cache."""
+        self.resize(1, 2)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
+        try:
+            self.forward(zero, zero, kv_length=0)
+            self.forward(zero, zero, kv_length=2)
+        except (AttributeError, TypeError, LookupError, ValueError) as error:
+            raise unsupported(self.lm, "its forward pass needs another kind of KV cache: "
+                              f"{type(error).__name__}: {error}") from error
 
     def resize(self, slots: int, max_length: int) -> None:
         """Grows to `slots` slots of `max_length` positions, and keeps the contents."""
@@ -184,6 +197,26 @@ class DecodeState:
 
     def get_seq_length(self, layer_idx=0):
         return 0  # transformers asks for it only where no position_ids are given; we give them
+
+
+def keys_and_values(lm, cache) -> list:
+    """The (keys, values) of every layer of a model's own cache after one token, (1, H', 1, E) each.
+    ValueError: it does not have this form."""
+    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None))
+              for layer in getattr(cache, "layers", ())]
+    for pair in layers:
+        if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in pair) or not (
+                pair[0].shape[:3] == pair[1].shape[:3] == (1, pair[0].shape[1], 1)):
+            raise unsupported(lm, "its KV cache is not keys and values of (rows, heads, positions, "
+                              "size of a head) in every layer")
+    if not layers:
+        raise unsupported(lm, f"its KV cache, {type(cache).__name__}, has no layers")
+    return layers
+
+
+def unsupported(lm, why: str) -> ValueError:
+    return ValueError(f"the kv engine does not support {type(lm.model).__name__}, use --engine hf: "
+                      f"{why}")
 
 
 def to_device_async(numbers, device) -> torch.Tensor:
@@ -509,27 +542,21 @@ class Sampler:
         self.lag = 1 if gpu else 0  # how many snapshots the host is behind
         self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
         backbone = self.lm.model.base_model
-        try:
-            rope = str(getattr(backbone.config, "rope_parameters", ""))
-            if not uses_full_attention(backbone) or "'dynamic'" in rope or "'longrope'" in rope:
-                raise ValueError("not every layer attends to all previous tokens, or the rotary "
-                                 "embedding depends on the sequence length")
-            self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-            way = self.context, compile
-            fast = (gpu or compile) and (check or self.lm.fast_sampling.get(way, True))
+        rope = str(getattr(backbone.config, "rope_parameters", ""))
+        if not uses_full_attention(backbone) or "'dynamic'" in rope or "'longrope'" in rope:
+            raise unsupported(self.lm, "not every layer attends to all previous tokens, or the "
+                              "rotary embedding depends on the sequence length")
+        self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
+        way = self.context, compile
+        fast = (gpu or compile) and (check or self.lm.fast_sampling.get(way, True))
+        self.accelerate(fast)
+        if check and fast and not fast_way_is_right(self):
+            fast = False
             self.accelerate(fast)
-            if check and fast and not fast_way_is_right(self):
-                fast = False
-                self.accelerate(fast)
-            if check and not fast and (error := check_against_reference(self)):
-                raise ValueError(error)
-            if check:
-                self.lm.fast_sampling[way] = fast
-        except (ValueError, AttributeError, TypeError, LookupError) as error:
-            why = "" if isinstance(error, ValueError) else (
-                f"probably its KV cache has another form; {type(error).__name__}: ")
-            raise ValueError(f"the kv engine does not support {type(self.lm.model).__name__}, use "
-                             f"--engine hf: {why}{error}") from None
+        if check and not fast and (error := check_against_reference(self)):
+            raise unsupported(self.lm, error)
+        if check:
+            self.lm.fast_sampling[way] = fast
 
     def accelerate(self, fast):
         """From now on, decodes in the fast way or in the plain one. The fast way captures decoding

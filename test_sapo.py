@@ -57,7 +57,7 @@ import train
 from envs import Pool, make_env, parse_action, tasks
 from model import (actor_critic, check_initial_readout, entropy, float32_logits, load, make_batch,
                    reserve_value_ids, restricted_log_softmax, sample_token, value_readout)
-from rollout import End, Sampler, rollout
+from rollout import DecodeState, End, Sampler, rollout
 from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
                   value_loss)
 from train import make_samples
@@ -1054,8 +1054,8 @@ OTHER_ARCHITECTURES = {  # architecture: (its configuration, error of kv, error 
                         linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
                         layer_types=["linear_attention", "full_attention"]),
                    "not every layer attends to all", ""),
-    "mpt": (dict(d_model=32, n_heads=4, n_layers=2), "its KV cache has another form", ""),
-    "bloom": (dict(n_layer=2, n_head=4), "its KV cache has another form", ""),
+    "mpt": (dict(d_model=32, n_heads=4, n_layers=2), "needs another kind of KV cache", ""),
+    "bloom": (dict(n_layer=2, n_head=4), "needs another kind of KV cache", ""),
     "gemma2": ({}, "", "softcapping, scaling"),
     "granite": ({"logits_scaling": 8.0}, "", "softcapping, scaling"),
     "llama4_text": (dict(num_local_experts=2, intermediate_size_mlp=64), "", "has no base_model")}
@@ -1071,10 +1071,30 @@ def test_other_architectures_work_with_kv_or_hf_or_are_refused_with_a_reason(arc
     lm = random_model(architecture, 1, **config)
     if kv_error:
         with pytest.raises(ValueError, match=f"use --engine hf: .*{kv_error}"):
-            Sampler(lm)
+            Sampler(lm, check=False)
     for engine in ["kv", "hf"][bool(kv_error):]:
         turns, _ = play(lm, engine, "window", 1.0, games=GAMES[:2], horizon=2)
         check_against_scoring(lm, turns, "window", atol=1e-3)
+
+
+@pytest.mark.parametrize("shapes, says", [
+    ([], "has no layers"), ([{"keys": (1, 2, 1, 8)}], "is not keys and values"),
+    ([{"keys": (1, 2, 8), "values": (1, 2, 8)}], "is not keys and values"),
+    ([{"keys": (1, 1, 2, 8), "values": (1, 1, 2, 8)}], "is not keys and values")])
+def test_kv_caches_of_another_form_are_refused(shapes, says):
+    lm = random_model("qwen2", 1)
+    layers = [types.SimpleNamespace(**{name: torch.zeros(shape) for name, shape in layer.items()})
+              for layer in shapes]
+    lm.model.base_model.register_forward_hook(lambda module, inputs, output: {
+        "cache": types.SimpleNamespace(layers=layers)})
+    with pytest.raises(ValueError, match=f"use --engine hf: its KV cache.* {says}"):
+        Sampler(lm)
+
+
+def test_faults_of_the_sampler_are_not_said_to_be_the_models(monkeypatch):
+    monkeypatch.setattr(DecodeState, "sample", lambda state, n: state.no_such_name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        Sampler(random_model("qwen2", 1))
 
 
 def kill_now_and_then(pool, when):
