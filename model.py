@@ -19,11 +19,10 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import huggingface_hub as hub
 import torch
 import torch.nn.functional as F
 import transformers  # as a whole: it imports its parts when they are used, so --help stays quick
@@ -201,6 +200,7 @@ class ActorCritic:
     tau_v: float = 1.0
     r_max: float = 10.0
     compile: bool = False  # torch.compile for scoring
+    settings: dict = field(default_factory=dict)  # of train.py, recommended by the model's folder
 
     def __post_init__(self):
         replace_attention(self.model)
@@ -281,8 +281,9 @@ class ActorCritic:
         names of transformers 4, which vLLM and llama.cpp may still read."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        readout = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max}
-        Path(folder, "sapo.json").write_text(json.dumps(readout))
+        ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
+                "settings": self.settings}
+        Path(folder, "sapo.json").write_text(json.dumps(ours, indent=2) + "\n")
         suppressed = {*(self.model.generation_config.suppress_tokens or ()), *self.value_ids}
         with edit_json(f"{folder}/generation_config.json") as config:
             config["suppress_tokens"] = sorted(suppressed)
@@ -443,24 +444,30 @@ def resolve_model(name: str, env: str | None = None) -> str:
     return f"{owner}/{name}" if owner and "/" not in name else name
 
 
-@functools.cache
-def hub_is_reachable() -> bool:
-    """Asked once, because transformers would wait half a minute for every file."""
-    try:
-        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=5)
-    except Exception:  # whatever the network does
-        return False
-    return True
-
-
 def find_file(where, name: str):
     """The path of a file in a folder or hub repository, or None if it has no such file."""
     if Path(where).is_dir():
         return Path(where, name) if Path(where, name).is_file() else None
     return transformers.utils.cached_file(
-        where, name, local_files_only=not hub_is_reachable(),
-        _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False)
+        where, name, _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+
+
+def read_sapo_json(where) -> dict:
+    """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; {} if there is
+    none."""
+    path = find_file(where, "sapo.json")
+    try:
+        return json.loads(Path(path).read_text()) if path else {}
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+
+
+def recommended_settings(name: str, env: str | None = None) -> dict:
+    """The settings of train.py that a model's folder recommends, by a name that resolve_model
+    understands; {} if there are none. No weights are read. ValueError: the folder does not
+    exist."""
+    return read_sapo_json(resolve_model(name, env)).get("settings", {})
 
 
 def is_tiny(name: str) -> bool:
@@ -483,7 +490,6 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
     ValueError: the model cannot be used, for example because its context is too short for `prompt`
     and a response of max_new_tokens, which is checked before the weights are read."""
     where = resolve_model(name, env)
-    options = {} if Path(where).is_dir() or hub_is_reachable() else {"local_files_only": True}
     try:
         if find_file(where, "adapter_config.json"):
             raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
@@ -492,15 +498,15 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
         # types of models AutoTokenizer would ignore
         tokenizer_class = (transformers.PreTrainedTokenizerFast if find_file(where, "sapo.json")
                            else transformers.AutoTokenizer)
-        tokenizer = tokenizer_class.from_pretrained(where, **options)
-        config = transformers.AutoConfig.from_pretrained(where, **options)
+        tokenizer = tokenizer_class.from_pretrained(where)
+        config = transformers.AutoConfig.from_pretrained(where)
         length = getattr(config.get_text_config(), "max_position_embeddings", None)
         needed = len(tokenizer(prompt).input_ids) + max_new_tokens
         if length and needed > length:
             raise ValueError(f"--max_new_tokens {max_new_tokens} leaves no room for a prompt: "
                              f"together they need {needed} tokens or more, and it has {length}")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, output_loading_info=True, **options)
+            where, config=config, dtype=dtype, output_loading_info=True)
     except Exception as error:  # safetensors, tokenizers and the hub have exceptions of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if local_folder(name).is_dir() else f"{name}, which is not a folder here"
@@ -524,8 +530,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
-    path = model.name_or_path and find_file(model.name_or_path, "sapo.json")
-    stored = json.loads(Path(path).read_text()) if path else {}
+    stored = read_sapo_json(model.name_or_path) if model.name_or_path else {}
     # by the attribute, a model that is wrapped again keeps the rows that were trained
     value_ids = value_ids or getattr(model, "sapo_value_ids", None) or stored.get("value_ids")
     chat = Chat(tokenizer) if tokenizer.chat_template else None
@@ -547,7 +552,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     if chat:
         chat.protect({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,
-                     tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0))
+                     tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0),
+                     settings=stored.get("settings", {}))
     check_head(lm)
     return lm
 

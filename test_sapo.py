@@ -2876,6 +2876,19 @@ def test_models_are_found_by_bare_names():
         assert model_module.resolve_model("tiny", env).endswith(folder)
 
 
+def test_folders_of_models_recommend_settings_and_pass_them_on(tmp_path):
+    recommended = model_module.recommended_settings
+    assert recommended("tiny", "house") == {**recommended("tiny", "alfworld"), "iterations": 24}
+    assert recommended("tiny")["dtype"] == "float32" and recommended(str(tmp_path)) == {}
+    lm = load("tiny")
+    assert lm.settings == recommended("tiny")
+    dataclasses.replace(lm, tau_v=2.0).save(tmp_path)
+    assert recommended(str(tmp_path)) == load(str(tmp_path)).settings == lm.settings
+    (tmp_path / "sapo.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read .*sapo.json: Expecting"):
+        recommended(str(tmp_path))
+
+
 @pytest.mark.parametrize("algo", ["ppo", "sapo-separate"])
 def test_critic_of_a_16_bit_model_learns(tmp_path, algo):
     lm = random_model("qwen2", 1, dtype=torch.bfloat16)
