@@ -69,9 +69,13 @@ class Batch(NamedTuple):
     turn_of: torch.Tensor  # (M,) the turn of each response token
     token_row: torch.Tensor  # (M,) its sequence
     token_col: torch.Tensor  # (M,) its position
+    # where its response tokens and its turns are in the flat tensors of a whole iteration; set by
+    # train.make_minibatches
+    tokens: slice = None
+    turns: slice = None
 
     def to(self, device) -> "Batch":
-        return Batch(*(x.to(device) for x in self))
+        return Batch(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))
 
 
 def make_batch(samples: list) -> Batch:

@@ -1331,6 +1331,8 @@ def test_a_batch_lists_every_response_token_and_every_turn():
         [0, 0, 0, 1], [1, 4, 5, 2], [0, 1, 1, 2]]
     assert [x.tolist() for x in (batch.row, batch.start, batch.end)] == [
         [0, 0, 1], [1, 4, 2], [2, 6, 3]]
+    moved = batch._replace(tokens=slice(5, 9), turns=slice(2, 5)).to("meta")
+    assert (moved.tokens, moved.turns) == (slice(5, 9), slice(2, 5)) and moved.ids.is_meta
     for wrong in ((0, 2), (2, 2), (2, 4)):
         with pytest.raises(ValueError, match="context"):
             make_batch([([1, 2, 3], [wrong])])
