@@ -16,7 +16,7 @@ Shapes: R slots, T tokens, S cache positions, D hidden size, H' key-value heads 
     python rollout.py [--model NAME]       samples a response to one prompt with both engines
 """
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -670,7 +670,8 @@ class Turn:
     action: str
     end: End | None = None  # of the last turn: why the episode ended
     obs: str = ""  # the observation that it responds to, as the environment gave it
-    advantage: float = float("nan")  # in the update, the mean over its tokens, once it is known
+    # in the update, the mean over its tokens, once it is known; NaN would make equal turns unequal
+    advantage: float = field(default=float("nan"), compare=False)
 
     @property
     def done(self) -> bool:
@@ -732,14 +733,17 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
     return turns, builder
 
 
-def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
+def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=None,
                  max_num_seqs: int | None = None, history: int = 2,
-                 make_prompts: Callable | None = None, label: str = "rollout") -> Iterator[tuple]:
+                 make_prompts: Callable | None = None, label: str = "rollout",
+                 interrupted: Callable[[], bool] | None = None) -> Iterator[tuple]:
     """Plays each of the tasks, max_num_seqs of them side by side (default: all), and yields (traj,
     turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
     (default 0, 1, ...), which with `seed` determine the random numbers. make_prompts(traj, turns,
     builder) can replace the environment's prompts. An episode whose next prompt does not fit is
-    truncated, and has no turns if that was its first. `label` names the progress bar.
+    truncated, and has no turns if that was its first. `label` names the progress bar. Once
+    interrupted() is true, which is asked between decoding steps, the episodes that are not over are
+    given up.
 
     Games compute while the model decodes. The answer to an action is collected a fixed number of
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
@@ -756,20 +760,27 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
         raise ValueError("the tokenizer has no chat template, which prompts need")
     make_prompts = make_prompts or (
         lambda traj, turns, builder: builder.prompts(sampler.context, history))
+    seed = (seed,) if isinstance(seed, (int, np.integer)) else seed
     waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first
     sampler.forget()
     with progress(label, unit="turns") as bar:
         while waiting or playing:
+            if interrupted and interrupted():
+                for traj in playing:  # those that are not over
+                    pool.drop(traj)
+                sampler.forget()
+                return
             while waiting and len(playing) < (max_num_seqs or len(tasks)):
                 traj, task = waiting.pop(0)
                 playing[traj] = play_episode(traj, task, sampler, pool, seed, make_prompts)
                 playing[traj].send(None)  # it starts its game
                 pending.append((traj, sampler.steps))
             pool.load([task for _, task in waiting[:16]])  # in the background
-            steps = pending[0][1] + ENV_LATENCY_STEPS - sampler.steps if pending else None
-            for traj, response in sampler.run(steps):
+            # never more, even if no game is waited for, so that `interrupted` is asked often enough
+            since = pending[0][1] if pending else sampler.steps
+            for traj, response in sampler.run(since + ENV_LATENCY_STEPS - sampler.steps):
                 playing[traj].send(response)  # it acts
                 bar.update()
                 pending.append((traj, sampler.steps))
@@ -788,15 +799,16 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
 
 
 def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
-    """Plays every task, with the options of `trajectories` -> all turns, ordered by trajectory and
-    turn. A task whose first prompt does not fit has none. ValueError: no task's prompt fits (with
-    several ranks, train.make_minibatches says so)."""
+    """Plays every task, with the options of `trajectories` -> all turns of the episodes that are
+    over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
+    ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so)."""
     from runtime.distributed import world_size  # here, as above
-    turns = []
-    for _, played, builder in trajectories(sampler, tasks, pool, **options):
-        turns += played
-    if tasks and not turns and world_size() == 1:  # other ranks may have turns
+    episodes = [*trajectories(sampler, tasks, pool, **options)]
+    turns = [turn for _, played, _ in episodes for turn in played]
+    all_over = len(episodes) == len(tasks) > 0
+    if all_over and not turns and world_size() == 1:  # other ranks may have turns
         room = sampler.lm.max_length - sampler.max_new_tokens
+        _, _, builder = episodes[-1]
         raise ValueError(
             f"the first prompt of {builder.info['task']!r}, and of every other task, needs more "
             f"than {max(0, sampler.limit)} tokens: " + (

@@ -1371,6 +1371,36 @@ def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
                  sampler_options=limit)
 
 
+@CONTEXTS
+@pytest.mark.parametrize("workers", [0, 2])
+def test_interrupted_rollout_returns_the_episodes_that_are_over(context, workers):
+    lm = random_model("qwen2", 1)
+    sampler, longest = Sampler(lm, context=context, max_new_tokens=40), []
+    options = dict(seed=3, max_num_seqs=3)
+    run = sampler.run
+    sampler.run = lambda steps: longest.append(steps) or run(steps)
+    with a_pool(workers, horizon=6) as pool:
+        whole = rollout(sampler, GAMES, pool, **options)
+        asked = len(longest)
+        for limit in (0, asked // 2, asked - 1):
+            calls = iter(range(asked))
+            interrupted = lambda: next(calls) >= limit
+            some = rollout(sampler, GAMES, pool, interrupted=interrupted, **options)
+            over = {t.traj for t in some if t.done}
+            assert some == [t for t in whole if t.traj in over] and len(over) < len(GAMES)
+            assert not pool.games and not sampler.busy
+        assert over
+        assert rollout(sampler, GAMES, pool, interrupted=lambda: False, **options) == whole
+    assert max(longest) <= rollout_module.ENV_LATENCY_STEPS < sampler.max_new_tokens
+
+
+def test_a_seed_is_a_number_or_several():
+    turns = [play(random_model("qwen2", 1), "kv", "window", 1.0, seed=seed, horizon=2)[0]
+             for seed in (3, (3,), np.int64(3), (3, 0))]
+    assert turns[0] == turns[1] == turns[2] != turns[3]
+    assert math.isnan(turns[0][0].advantage)
+
+
 @pytest.mark.parametrize("history", [0, 2])
 def test_a_turn_is_what_the_game_showed_and_answered(history):
     """Replays every game by hand: what the model saw, what it did, and what the game answered."""
