@@ -201,6 +201,7 @@ class Env:
     max_prompt = 2048  # maximum tokens of a prompt
     fallback = 30  # characters used as the action if a response has no tags
     graded = False  # whether a score can be between 0 and 1
+    settings = {}  # of train.py, recommended with this environment
     patience = 600  # seconds after which a silent worker is replaced
 
     def __init__(self, horizon=None):
@@ -329,6 +330,7 @@ class WebShop(Env):
     role = ("You shop in an online store by typing commands: search[words of your own] looks "
             "through its catalogue, click[...] follows a link or a button or chooses an option. "
             "Find a product that is all that is asked for, choose its options, and buy it.")
+    settings = {"mini_batch": 64}  # episodes are short
     goals = "synthetic"  # which of WebShop's two sets of goals
     flags, horizon, graded = ("data", "horizon"), 15, True
     fallback, max_prompt = 20, 4096  # pages are long

@@ -67,7 +67,7 @@ def sampler_for(lm, settings, temperature=1.0):
     """Makes a Sampler. settings: a train.Config, or the flags of eval.py, with which nothing is
     compiled."""
     compile = temperature == 1 and bool(getattr(settings, "compile", False))
-    check = (settings.context, compile) not in lm.sampling_modes  # once per model
+    check = (settings.context, compile) not in lm.fast_sampling  # once per model
     with progress("preparing the sampler" + " (compiling)" * compile):
         return Sampler(lm, settings.engine, settings.context, settings.max_new_tokens, temperature,
                        compile, settings.max_prompt, check)

@@ -4,7 +4,6 @@
     sample_token        draws a token with one uniform random number
     ActorCritic         a Hugging Face model, its chat format and its two reserved tokens; `score`
                         is one forward pass over a Batch: log-probs, entropy, readouts of V and Q
-    Critic              the separate value model of ppo and sapo-separate; SAPO needs none
     load, actor_critic  from a hub id, folder or bare name; from a model that is loaded already
 
 A training sample is a token sequence with one or more turns, and a turn is the span [start, end) of
@@ -19,17 +18,17 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import huggingface_hub as hub
 import torch
 import torch.nn.functional as F
 import transformers  # as a whole: it imports its parts when they are used, so --help stays quick
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import sdpa_mask
+
+from runtime.attention import replace_attention
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -69,9 +68,13 @@ class Batch(NamedTuple):
     turn_of: torch.Tensor  # (M,) the turn of each response token
     token_row: torch.Tensor  # (M,) its sequence
     token_col: torch.Tensor  # (M,) its position
+    # where its response tokens and its turns are in the flat tensors of a whole iteration; set by
+    # train.make_minibatches
+    tokens: slice = None
+    turns: slice = None
 
     def to(self, device) -> "Batch":
-        return Batch(*(x.to(device) for x in self))
+        return Batch(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))
 
 
 def make_batch(samples: list) -> Batch:
@@ -135,88 +138,6 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
 
 # ------------------------------------------------------------------------------- actor and critic
 
-def grouped_query_attention(module, query, key, value, attention_mask=None, scaling=None,
-                            **kwargs):
-    """Attention for transformers' decoders, which never repeats K and V for the G = H / H' query
-    heads that share them.
-
-    query (R, H, T, E); key and value (R, H', S, E). attention_mask: None or empty for causal
-    attention, else (R, 1, T, S), additive or boolean; or what pieces_of_cache returns, of int32
-    -> (R, T, H, E), None."""
-    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"grouped_query_attention does not support {name}")
-    mask, sdpa = attention_mask, F.scaled_dot_product_attention
-    if mask is not None and mask.dtype == torch.int32:
-        return attention_in_pieces(query, key, value, mask, scaling), None
-    empty = mask is not None and mask.numel() == 0  # see ActorCritic.causal_kwargs
-    causal = empty or mask is None and query.shape[2] > 1  # a single query sees the whole cache
-    mask = None if empty else mask
-    grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E
-    # float32 on a GPU takes the `else` branch even without a mask, which is faster there
-    if mask is None and not (query.is_cuda and query.dtype == torch.float32):  # scoring, prefill
-        gqa = {"enable_gqa": True} if groups > 1 else {}  # `groups > 1` is symbolic if compiled
-        out = sdpa(query, key, value, is_causal=causal, scale=scaling, **gqa)
-    elif mask is not None and query.shape[2] == 1:
-        # decoding: the G heads of a group become G queries of its one key-value head
-        out = sdpa(grouped[:, :, :, 0], key, value, mask.expand(-1, 1, groups, -1), scale=scaling)
-        out = out.flatten(1, 2)[:, :, None]
-    else:  # prefill behind a cache, or float32 on a GPU: one head of each group at a time
-        out = [sdpa(q, key, value, mask, 0, causal, scale=scaling) for q in grouped.unbind(2)]
-        out = torch.stack(out, 2).flatten(1, 2)
-    return out.transpose(1, 2), None
-
-
-PIECE_LENGTH = 256  # divides every kv_length above it that Sampler.round_up makes
-
-
-def pieces_of_cache(lengths: torch.Tensor, kv_length: int, positions_per_row: int) -> torch.Tensor:
-    """What attention_in_pieces takes for a mask. The cache has positions_per_row positions for each
-    of R rows, which attend to their first lengths (R,) ones: at least 1, and no more than
-    kv_length.
-
-    -> int32 (3, 1, 1, P + 1), with a column for each of P pieces, R times as many as kv_length has:
-    its number, its first position in the flattened cache, and how many of its positions are used.
-    FlashAttention wants one number more, in a last column whose other entries are unused."""
-    begin = torch.arange(0, kv_length, PIECE_LENGTH, device=lengths.device)
-    used = (lengths.clamp(max=kv_length)[:, None] - begin).clamp(0, PIECE_LENGTH).flatten()
-    row = torch.arange(len(lengths), device=lengths.device)
-    first_position = (row[:, None] * positions_per_row + begin).flatten()
-    number = torch.arange(len(used), device=lengths.device)
-    columns = torch.stack([number, first_position, used])
-    return F.pad(columns, (0, 1), value=len(used)).int()[:, None, None]
-
-
-def attention_in_pieces(query, key, value, pieces, scaling):
-    """Attention of a decoding step on a GPU, in 16 bits. FlashAttention treats each piece of a
-    row's keys and values as a sequence of its own, and the results are combined by their
-    log-sum-exp (Flash-Decoding; Dao et al. 2023). So there is work for the whole GPU, and a row
-    reads its own positions only, where SDPA with a mask reads as many as the longest row has.
-
-    query (R, H, 1, E), key and value (R, H', S, E), pieces of pieces_of_cache -> (R, 1, H, E)."""
-    number, first_position, used = pieces[:, 0, 0]
-    used = used[:-1]
-    rows, group_size, size = len(query), query.shape[1] // key.shape[1], query.shape[3]
-    per_row = (len(number) - 1) // rows  # pieces
-    q = query[:, :, 0].unflatten(1, (-1, group_size)).transpose(1, 2)  # (R, G, H', E)
-    q = q[:, None].expand(-1, per_row, -1, -1, -1).reshape(rows * per_row * group_size, -1, size)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1),
-        number * group_size, first_position, group_size, PIECE_LENGTH, 0.0, False, False,
-        scale=scaling, seqused_k=used)
-    lse = lse.T.reshape(rows, per_row, group_size, -1)
-    lse = lse.masked_fill(used.view(rows, per_row, 1, 1) == 0, float("-inf"))
-    out = out.view(rows, per_row, group_size, -1, size).float() * lse.softmax(1)[..., None]
-    return out.sum(1).transpose(1, 2).reshape(rows, 1, -1, size).to(query.dtype)
-
-
-def uses_full_attention(backbone) -> bool:
-    """Whether every layer attends to all previous tokens."""
-    config = backbone.config.get_text_config()  # a part of a multimodal model's
-    layers, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
-    return set(layers) == {"full_attention"} if layers else not window
-
-
 class Float32Product(torch.autograd.Function):
     """16-bit hidden states (M, D) times a 16-bit head (W, D) -> float32 logits (M, W). Rounded to
     bfloat16, a logit between 16 and 32 would be off by up to 0.06. The gradient of the logits is
@@ -271,8 +192,8 @@ class Scores(NamedTuple):
 class ActorCritic:
     """A causal LM that is read as policy, V and Q. value_ids = (w+, w-); stop_ids end a response;
     tau_v and r_max are those of Eq. 1 and 2. If every layer attends to all previous tokens, the
-    model's attention is replaced by an equivalent one (grouped_query_attention); everything else
-    about it works as before."""
+    model's attention is replaced by an equivalent one (runtime/attention.py); everything else about
+    it works as before."""
 
     model: torch.nn.Module
     tokenizer: object
@@ -282,15 +203,13 @@ class ActorCritic:
     tau_v: float = 1.0
     r_max: float = 10.0
     compile: bool = False  # torch.compile for scoring
+    settings: dict = field(default_factory=dict)  # of train.py, recommended by the model's folder
 
     def __post_init__(self):
-        if uses_full_attention(self.model.base_model):
-            transformers.AttentionInterface.register("grouped", grouped_query_attention)
-            transformers.AttentionMaskInterface.register("grouped", sdpa_mask)
-            self.model.set_attn_implementation("grouped")
+        replace_attention(self.model)
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
-        self.sampling_modes = {}  # (context, compile): what rollout.Sampler found to work
+        self.fast_sampling = {}  # (context, compile): whether Samplers decode in the fast way
         self.max_length = getattr(self.model.config.get_text_config(),
                                   "max_position_embeddings", None) or 1 << 30
         # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
@@ -319,13 +238,16 @@ class ActorCritic:
         out = self.backbone(input_ids=ids, use_cache=False, **self.causal_kwargs(ids))
         return out.last_hidden_state
 
-    def readout(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., D) -> p in [-1, 1], (...). Only two rows of the head are used, in float32, because
-        16-bit logits would be rounded before they are subtracted."""
-        weight = self.head.weight.index_select(0, self.value_index).float()
-        bias = self.head.bias
-        if bias is not None:
-            bias = bias.index_select(0, self.value_index).float()
+    def value_rows(self) -> tuple:
+        """The head's rows of w+ and w-: weight (2, D) and bias, (2,) or None, in float32."""
+        weight, bias = self.head.weight, self.head.bias
+        rows = weight.index_select(0, self.value_index).float()
+        return rows, None if bias is None else bias.index_select(0, self.value_index).float()
+
+    def readout(self, hidden: torch.Tensor, rows=None) -> torch.Tensor:
+        """(..., D) -> p in [-1, 1], (...), by the head's value_rows, or by others. The product is
+        in float32, because 16-bit logits would be rounded before they are subtracted."""
+        weight, bias = self.value_rows() if rows is None else rows
         return value_readout(F.linear(hidden.float(), weight, bias), (0, 1), tau=self.tau_v)
 
     def score(self, batch: Batch) -> Scores:
@@ -362,8 +284,9 @@ class ActorCritic:
         names of transformers 4, which vLLM and llama.cpp may still read."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        readout = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max}
-        Path(folder, "sapo.json").write_text(json.dumps(readout))
+        ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
+                "settings": self.settings}
+        Path(folder, "sapo.json").write_text(json.dumps(ours, indent=2) + "\n")
         suppressed = {*(self.model.generation_config.suppress_tokens or ()), *self.value_ids}
         with edit_json(f"{folder}/generation_config.json") as config:
             config["suppress_tokens"] = sorted(suppressed)
@@ -474,30 +397,6 @@ class Chat:
         return ids[1:] if before and ids[0] == before[-1] else ids
 
 
-class Critic(torch.nn.Module):
-    """The critic of ppo and sapo-separate: a copy of the policy's backbone with a linear head in
-    float32, which starts at 0."""
-
-    def __init__(self, lm: ActorCritic):
-        super().__init__()
-        self.lm = replace(lm, model=copy.deepcopy(lm.model))
-        self.backbone = self.lm.model.base_model  # registered here, and so trained
-        self.head = torch.nn.Linear(lm.model.config.get_text_config().hidden_size, 1,
-                                    device=lm.device)
-        for p in self.head.parameters():
-            torch.nn.init.zeros_(p)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """V / R_max before each response token, (M,)."""
-        hidden = self.lm.hidden_states(batch.ids)
-        return self.head(hidden[batch.token_row, batch.token_col - 1].float())[:, 0]
-
-    def of_turns(self, batch: Batch) -> torch.Tensor:
-        """V / R_max before the first response token of each turn, (N,)."""
-        length = batch.end - batch.start
-        return self(batch)[length.cumsum(0) - length]
-
-
 # --------------------------------------------------------------------------------------- loading
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -524,36 +423,30 @@ def resolve_model(name: str, env: str | None = None) -> str:
     return f"{owner}/{name}" if owner and "/" not in name else name
 
 
-@functools.cache
-def hub_is_reachable() -> bool:
-    """Asked once, because transformers would wait half a minute for every file."""
-    try:
-        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=5)
-    except Exception:  # whatever the network does
-        return False
-    return True
-
-
 def find_file(where, name: str):
     """The path of a file in a folder or hub repository, or None if it has no such file."""
     if Path(where).is_dir():
         return Path(where, name) if Path(where, name).is_file() else None
     return transformers.utils.cached_file(
-        where, name, local_files_only=not hub_is_reachable(),
-        _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False)
+        where, name, _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
 
 
-def is_tiny(name: str) -> bool:
-    """Whether a name is that of a model as small as the tiny ones, or "random", from which
-    tools/imitate.py starts."""
-    config = local_folder(name) / "config.json"
-    if name == "random" or not config.is_file():
-        return name == "random"
+def read_sapo_json(where) -> dict:
+    """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; {} if there is
+    none."""
+    path = find_file(where, "sapo.json")
     try:
-        return json.loads(config.read_text())["hidden_size"] == 64
-    except (ValueError, KeyError, TypeError):  # it is no model's; `load` says what is wrong
-        return False
+        return json.loads(Path(path).read_text()) if path else {}
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+
+
+def recommended_settings(name: str, env: str | None = None) -> dict:
+    """The settings of train.py that a model's folder recommends, by a name that resolve_model
+    understands; {} if there are none. No weights are read. ValueError: the folder does not
+    exist."""
+    return read_sapo_json(resolve_model(name, env)).get("settings", {})
 
 
 def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float | None = None,
@@ -564,7 +457,6 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
     ValueError: the model cannot be used, for example because its context is too short for `prompt`
     and a response of max_new_tokens, which is checked before the weights are read."""
     where = resolve_model(name, env)
-    options = {} if Path(where).is_dir() or hub_is_reachable() else {"local_files_only": True}
     try:
         if find_file(where, "adapter_config.json"):
             raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
@@ -573,15 +465,15 @@ def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float |
         # types of models AutoTokenizer would ignore
         tokenizer_class = (transformers.PreTrainedTokenizerFast if find_file(where, "sapo.json")
                            else transformers.AutoTokenizer)
-        tokenizer = tokenizer_class.from_pretrained(where, **options)
-        config = transformers.AutoConfig.from_pretrained(where, **options)
+        tokenizer = tokenizer_class.from_pretrained(where)
+        config = transformers.AutoConfig.from_pretrained(where)
         length = getattr(config.get_text_config(), "max_position_embeddings", None)
         needed = len(tokenizer(prompt).input_ids) + max_new_tokens
         if length and needed > length:
             raise ValueError(f"--max_new_tokens {max_new_tokens} leaves no room for a prompt: "
                              f"together they need {needed} tokens or more, and it has {length}")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, output_loading_info=True, **options)
+            where, config=config, dtype=dtype, output_loading_info=True)
     except Exception as error:  # safetensors, tokenizers and the hub have exceptions of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if local_folder(name).is_dir() else f"{name}, which is not a folder here"
@@ -605,8 +497,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
-    path = model.name_or_path and find_file(model.name_or_path, "sapo.json")
-    stored = json.loads(Path(path).read_text()) if path else {}
+    stored = read_sapo_json(model.name_or_path) if model.name_or_path else {}
     # by the attribute, a model that is wrapped again keeps the rows that were trained
     value_ids = value_ids or getattr(model, "sapo_value_ids", None) or stored.get("value_ids")
     chat = Chat(tokenizer) if tokenizer.chat_template else None
@@ -628,7 +519,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     if chat:
         chat.protect({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,
-                     tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0))
+                     tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0),
+                     settings=stored.get("settings", {}))
     check_head(lm)
     return lm
 
@@ -741,106 +633,6 @@ def check_head(lm: ActorCritic) -> None:
             or (seen["after"].float() - expected).abs().max() > 0.02 * expected.abs().max()):
         raise ValueError("the model's head is not a plain linear layer, but has an adapter or a "
                          "hook: merge the adapter into it, or remove the hook")
-
-
-# ---------------------------------------------------------- checks of faster ways of computing
-
-@contextlib.contextmanager
-def in_float32(backbone) -> Iterator[None]:
-    """Within this context, `backbone` computes in float32. Each module's weights are converted only
-    while it runs, so that without gradients they never all exist at once."""
-    original, hooks = {}, []
-
-    def convert(module, inputs):
-        original[module] = module._parameters
-        module._parameters = {name: p if p is None else p.float()
-                              for name, p in module._parameters.items()}
-
-    def restore(module, inputs, output):
-        module._parameters = original.pop(module)
-
-    for module in backbone.modules():
-        if module._parameters:
-            hooks += [module.register_forward_pre_hook(convert),
-                      module.register_forward_hook(restore, always_call=True)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, parameters in original.items():  # left by an interrupt
-            module._parameters = parameters
-
-
-def excess_error(found, plain, exact) -> tuple[float, float] | None:
-    """Compares `found` and `plain`, tensors of one shape, with `exact`, computed in float32.
-    Returns None if `found` is within tolerance, else (its error, the tolerance).
-
-    Results of a 16-bit model depend on the order of its operations. So the root mean square error
-    may be twice that of `plain`, a plain pass, and the maximum error four times. For n numbers the
-    tolerance has another factor 1 + 7 / n, which allows for chance; it was chosen with n = 14, the
-    V and Q of the sampler's check. The 1e-3 is for float32 models, whose `plain` is `exact`."""
-    slack = 1 + 7 / exact.numel()
-    for times, norm in ((2, lambda x: x.square().mean().sqrt()), (4, lambda x: x.abs().max())):
-        error, rounding = (norm(x.double() - exact.double()).item() for x in (found, plain))
-        if not error <= (allowed := times * slack * rounding + 1e-3):  # NaN is wrong, too
-            return error, allowed
-    return None
-
-
-def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
-    """Returns lm with compiled scoring; or lm itself, with a warning, if compiling fails or if
-    log-probs, entropies, values or gradients are wrong. It is compiled on a batch of about `tokens`
-    tokens, as in a micro-batch, because the compiler plans for the sizes that it sees first. The
-    results are compared on a small batch of another width, because the same graphs serve all."""
-    from runtime.compile import warn
-    length = max(2, min(500, lm.max_length, tokens // 3))
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = torch.tensor([i for i in range(20) if i not in lm.value_ids])
-    # odd, as the padded length is even, because the compiler takes equal sizes for one and the same
-    rows = max(3, (tokens // length - 1) | 1)
-    index = torch.randint(len(vocabulary), (rows, length), generator=generator)
-    samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
-    shorter = (length + 2) // 2
-    small = make_batch([(ids[:shorter], [(1, shorter)]) for ids, _ in samples[:3]]).to(lm.device)
-    fast = replace(lm, compile=True)
-    try:
-        fast.score(make_batch(samples).to(lm.device)).logp.sum().backward()
-        found, plain = scores_and_gradients(fast, small), scores_and_gradients(lm, small)
-        with in_float32(lm.model.base_model):
-            exact = scores_and_gradients(lm, small)
-        norms = exact["norms"].clamp(min=1e-30)
-        for x in (found, plain, exact):
-            x["gradients"] /= norms
-        for what in ("scores", "gradients"):
-            if excess := excess_error(found[what], plain[what], exact[what]):
-                raise ValueError(f"the error of its {what} is {excess[0]:.2g}, and rounding "
-                                 f"explains at most {excess[1]:.2g}")
-    except Exception as error:  # kernels fail in ways of their own
-        lm.model.zero_grad(set_to_none=True)
-        warn(f"compiled scoring is not used: {error}")
-        return lm
-    return fast
-
-
-def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
-    """-> "scores": all numbers of lm.score(batch). Their sum is differentiated: for each parameter,
-    "gradients" has the projection of its gradient on a fixed vector of random signs, and "norms"
-    the gradient's norm."""
-    lm.model.zero_grad(set_to_none=True)
-    scores = torch.cat(lm.score(batch))
-    scores.sum().backward()
-    projections, norms = [], []
-    for n, p in enumerate(lm.model.parameters()):
-        if p.grad is not None:
-            generator = torch.Generator(p.device).manual_seed(n)
-            signs = torch.randint(0, 2, p.shape, generator=generator, device=p.device,
-                                  dtype=torch.int8)
-            projections.append((p.grad.float() * (2 * signs - 1)).sum())
-            norms.append(p.grad.float().norm())
-    lm.model.zero_grad(set_to_none=True)
-    return {"scores": scores.detach(), "gradients": torch.stack(projections),
-            "norms": torch.stack(norms)}
 
 
 def main():

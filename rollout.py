@@ -16,7 +16,7 @@ Shapes: R slots, T tokens, S cache positions, D hidden size, H' key-value heads 
     python rollout.py [--model NAME]       samples a response to one prompt with both engines
 """
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -26,9 +26,9 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import (PIECE_LENGTH, ActorCritic, excess_error, float32_logits, in_float32, load,
-                   make_batch, micro_batches, pieces_of_cache, restricted_log_softmax,
-                   sample_token, uses_full_attention)
+from model import ActorCritic, float32_logits, load, make_batch, micro_batches, sample_token
+from runtime.attention import pieces_of_cache, uses_full_attention
+from runtime.verify import check_against_reference, fast_way_is_right
 
 # ----------------------------------------------------------------- the decode state, on the device
 
@@ -63,16 +63,18 @@ class DecodeState:
                "readouts")
 
     def __init__(self, lm, max_new_tokens, temperature, is_stop):
-        """No slots yet; dtypes and shapes are taken from a forward pass of the model."""
+        """No slots yet; dtypes and shapes are taken from a forward pass of the model. ValueError:
+        the model does not support it."""
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
+        self.value_rows = lm.value_rows()  # a copy
         self.backbone = lm.model.base_model
-        self.in_pieces = False  # model.attention_in_pieces in decoding steps; see select_mode
+        self.in_pieces = False  # whether decoding steps use attention_in_pieces
         out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
-        self.layers = [LayerCache(layer.keys[:0, :, :1].transpose(1, 2).contiguous(),
-                                  layer.values[:0, :, :1].transpose(1, 2).contiguous())
-                       for layer in out[self.cache_name].layers]
+        self.layers = [LayerCache(keys[:0].transpose(1, 2).contiguous(),
+                                  values[:0].transpose(1, 2).contiguous())
+                       for keys, values in keys_and_values(lm, out.get(self.cache_name))]
         self.max_length = 0  # S
         like = out.last_hidden_state
         self.hidden = like.new_zeros(0, like.shape[-1])  # (R, D) at the last token
@@ -84,6 +86,18 @@ class DecodeState:
         self.tokens = like.new_zeros(0, max_new_tokens + 1, dtype=torch.long)
         self.logp = like.new_zeros(0, max_new_tokens + 1, dtype=torch.float32)
         self.readouts = like.new_zeros(0, 2, dtype=torch.float32)  # the readouts of V and Q, Eq. 1
+        self.try_out()
+
+    def try_out(self) -> None:
+        """ValueError: the model's forward pass fails with this object as its cache."""
+        self.resize(1, 2)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.lm.device)
+        try:
+            self.forward(zero, zero, kv_length=0)
+            self.forward(zero, zero, kv_length=2)
+        except (AttributeError, TypeError, LookupError, ValueError) as error:
+            raise unsupported(self.lm, "its forward pass needs another kind of KV cache: "
+                              f"{type(error).__name__}: {error}") from error
 
     def resize(self, slots: int, max_length: int) -> None:
         """Grows to `slots` slots of `max_length` positions, and keeps the contents."""
@@ -95,6 +109,13 @@ class DecodeState:
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
         self.max_length = max_length
+
+    def set_value_rows(self, rows) -> None:
+        """From now on, V and Q are read by these rows, as of lm.value_rows(). They are copied,
+        because captured graphs hold the addresses."""
+        for mine, given in zip(self.value_rows, rows):
+            if mine is not None:
+                mine.copy_(given)
 
     def copy_slots(self, moves: list[tuple[int, int]], kv_length: int) -> None:
         """For every (target, source), copies slot source to slot target, up to position kv_length.
@@ -120,7 +141,8 @@ class DecodeState:
         self.hidden[slot] = hidden
         self.num_generated.index_fill_(0, slot, 0)  # index_fill_ needs no copy from the host
         self.active.index_fill_(0, slot, True)
-        self.readouts[slot, 0] = self.lm.readout(hidden)  # SAPO: V costs two dot products
+        # SAPO: V costs two dot products
+        self.readouts[slot, 0] = self.lm.readout(hidden, self.value_rows)
 
     def sample(self, n: int) -> torch.Tensor:
         """Draws a token for each of the first n slots, and records it and its log-prob -> (n,)."""
@@ -164,7 +186,8 @@ class DecodeState:
         self.position[:n] += active
         num_generated += active
         ended = active & (self.is_stop[token] | (num_generated == self.max_new_tokens))
-        p_q = self.lm.readout(hidden)  # SAPO: for Q the last token goes through the model too
+        # SAPO: for Q the last token goes through the model too
+        p_q = self.lm.readout(hidden, self.value_rows)
         self.readouts[:n, 1] = torch.where(ended, p_q, self.readouts[:n, 1])
         active &= ~ended
 
@@ -174,6 +197,26 @@ class DecodeState:
 
     def get_seq_length(self, layer_idx=0):
         return 0  # transformers asks for it only where no position_ids are given; we give them
+
+
+def keys_and_values(lm, cache) -> list:
+    """The (keys, values) of every layer of a model's own cache after one token, (1, H', 1, E) each.
+    ValueError: it does not have this form."""
+    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None))
+              for layer in getattr(cache, "layers", ())]
+    for pair in layers:
+        if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in pair) or not (
+                pair[0].shape[:3] == pair[1].shape[:3] == (1, pair[0].shape[1], 1)):
+            raise unsupported(lm, "its KV cache is not keys and values of (rows, heads, positions, "
+                              "size of a head) in every layer")
+    if not layers:
+        raise unsupported(lm, f"its KV cache, {type(cache).__name__}, has no layers")
+    return layers
+
+
+def unsupported(lm, why: str) -> ValueError:
+    return ValueError(f"the kv engine does not support {type(lm.model).__name__}, use --engine hf: "
+                      f"{why}")
 
 
 def to_device_async(numbers, device) -> torch.Tensor:
@@ -201,14 +244,6 @@ class Sequence:
     uniforms: np.ndarray  # the random numbers for the response
     response: list | None = None  # the tokens of the response, once it is complete
     num_cached: int = 0  # tokens in the KV cache of its slot; an upper bound while it is decoded
-
-
-class Mode(NamedTuple):
-    """Which accelerations of the decoding step a sampler uses."""
-
-    cuda_graphs: bool = False
-    compiled: bool = False
-    in_pieces: bool = False  # model.attention_in_pieces
 
 
 class Sampler:
@@ -251,6 +286,7 @@ class Sampler:
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
         self.tokens_encoded = self.tokens_sampled = self.steps = 0
+        self.value_rows = lm.value_rows  # what V and Q are read by; the check has rows of its own
         self.forget()
         if engine == "kv":
             self.set_up(lm.device.type == "cuda", compile, check)
@@ -370,6 +406,7 @@ class Sampler:
     def prefill(self):
         """Gives slots to the waiting sequences, and prefills what is new of them."""
         waiting, self.waiting = self.waiting, []
+        self.state.set_value_rows(self.value_rows())  # they may have been trained since
         for sequence in waiting:
             if sequence not in self.slots:
                 if None not in self.slots:
@@ -484,7 +521,7 @@ class Sampler:
         size = self.round_up(max(slots, had[0]), max(longest, had[1]))
         if size != had:
             state.resize(*size)
-            self.decode_step = self.make_decode_step()  # captured graphs hold the old addresses
+            self.make_decode_step()
 
     def round_up(self, n, kv_length):
         """On a GPU, rounds numbers of slots and positions up, so that there are few sizes to
@@ -498,40 +535,49 @@ class Sampler:
     # ---- how it computes
     @torch.no_grad()
     def set_up(self, gpu, compile, check):
-        """Makes the decode state and chooses the fastest Mode that gives right results.
-        lm.sampling_modes remembers it."""
-        self.gpu = gpu
+        """Makes the decode state, which computes in the fast way if it has one and that is right,
+        else in the plain way. lm.fast_sampling remembers which."""
+        self.gpu, self.compile = gpu, compile
         self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
         self.lag = 1 if gpu else 0  # how many snapshots the host is behind
         self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
-        # with CUDA graphs, select_mode replaces it by one that makes new graphs after every resize
-        self.make_decode_step = lambda: self.decode_one_token
         backbone = self.lm.model.base_model
-        try:
-            rope = str(getattr(backbone.config, "rope_parameters", ""))
-            if not uses_full_attention(backbone) or "'dynamic'" in rope or "'longrope'" in rope:
-                raise ValueError("not every layer attends to all previous tokens, or the rotary "
-                                 "embedding depends on the sequence length")
-            self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-            self.decode_step, mode = self.make_decode_step(), Mode()
-            find_error = check_against_reference if check else lambda sampler: ""
-            if gpu or compile:
-                from runtime.compile import select_mode
-                is_16_bit = self.state.hidden.dtype in (torch.float16, torch.bfloat16)
-                modes = [Mode(gpu, compile, in_pieces=gpu and compile and is_16_bit),
-                         Mode(gpu, compile), Mode(gpu, False), Mode(False, compile), mode]
-                if not check:
-                    modes = [self.lm.sampling_modes.get((self.context, compile), modes[1])]
-                mode = select_mode(self, find_error, modes)  # it also sets make_decode_step
-            elif error := find_error(self):
-                raise ValueError(error)
-            if check:
-                self.lm.sampling_modes[self.context, compile] = mode
-        except (ValueError, AttributeError, TypeError, LookupError) as error:
-            why = "" if isinstance(error, ValueError) else (
-                f"probably its KV cache has another form; {type(error).__name__}: ")
-            raise ValueError(f"the kv engine does not support {type(self.lm.model).__name__}, use "
-                             f"--engine hf: {why}{error}") from None
+        rope = str(getattr(backbone.config, "rope_parameters", ""))
+        if not uses_full_attention(backbone) or "'dynamic'" in rope or "'longrope'" in rope:
+            raise unsupported(self.lm, "not every layer attends to all previous tokens, or the "
+                              "rotary embedding depends on the sequence length")
+        self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
+        way = self.context, compile
+        fast = (gpu or compile) and (check or self.lm.fast_sampling.get(way, True))
+        self.accelerate(fast)
+        if check and fast and not fast_way_is_right(self):
+            fast = False
+            self.accelerate(fast)
+        if check and not fast and (error := check_against_reference(self)):
+            raise unsupported(self.lm, error)
+        if check:
+            self.lm.fast_sampling[way] = fast
+
+    def accelerate(self, fast):
+        """From now on, decodes in the fast way or in the plain one. The fast way captures decoding
+        steps as CUDA graphs on a GPU; with `compile`, it compiles the layers, and on a GPU attends
+        in pieces if the model has 16 bits. The plain way runs the model as it is."""
+        state = self.state
+        self.captures = fast and self.gpu
+        state.backbone = self.lm.model.base_model
+        if fast and self.compile:
+            from runtime.compile import compiled_layers  # here: it configures the compiler
+            state.backbone = compiled_layers(state.backbone)
+        is_16_bit = state.hidden.dtype in (torch.float16, torch.bfloat16)
+        state.in_pieces = fast and self.compile and self.gpu and is_16_bit
+        self.make_decode_step()
+
+    def make_decode_step(self):
+        """To be called after every resize, too: captured graphs hold the old addresses."""
+        self.decode_step = self.decode_one_token
+        if self.captures:
+            from runtime.compile import CudaGraphs
+            self.decode_step = CudaGraphs(self.decode_one_token)
 
 
 # ------------------------------------------------------------------- the hf engine: transformers
@@ -583,136 +629,6 @@ def generate_with_hf(sampler: Sampler) -> list:
     return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
 
 
-# ----------------------------------------------- the kv engine's check against plain forward passes
-
-CHECK_PROMPTS = (  # of several lengths
-    "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1, a fridge 1 "
-    "and a cabinet 1. Your task is to: put a cool mug in desk. Reason, then give one command.",
-    "What is the capital of France?", "Count from one to twenty, in words.", "go to",
-    "List three animals that live in the sea, and say in one sentence what each of them eats.",
-    "You open the drawer 1. In it, you see a pen 1 and a key 2. What do you do next?",
-    "Write a short letter to a friend who has moved to another town and misses the old one.")
-CHECK_STEPS = 20  # tokens of each response
-
-
-def encode_check_prompt(lm, text, before=()):
-    """Encodes one of CHECK_PROMPTS -> token ids. Without a chat template, of the text alone."""
-    return lm.chat.encode_user_turn(text, before) if lm.chat else lm.tokenizer(text).input_ids
-
-
-@torch.no_grad()
-def check_against_reference(sampler: Sampler) -> str:
-    """Samples responses to CHECK_PROMPTS (in "full", two turns each), and compares log-probs, the
-    choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
-    description of what rounding does not explain, or ""."""
-    lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
-    stops, saved_rows = sampler.is_stop.clone(), lm.head.weight[lm.value_index]
-    steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
-    while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
-        texts[0] += " " + CHECK_PROMPTS[0]
-    room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
-    longest = max(len(encode_check_prompt(lm, text)[:room]) for text in texts)
-    sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
-    rng, uniforms = np.random.default_rng(0), {}
-    sampler.forget()
-    sampler.ensure_capacity(len(CHECK_PROMPTS),
-                            rounds * (longest + steps + 8) + sampler.max_new_tokens)
-    for layer in sampler.state.layers:
-        layer.keys.zero_()  # the mode tried before may have left NaN
-        layer.values.fill_(1000.0)  # attending to what is not there shows in every result
-    try:
-        lm.head.weight[lm.value_index] = random_readout_rows(lm)
-        for _ in range(rounds):
-            for key, (ids, *_) in enumerate(sequences):
-                ids += encode_check_prompt(lm, texts[key], ids)[:room]
-                uniforms[key] = rng.random(sampler.max_new_tokens, dtype=np.float32)
-                sampler.enqueue(key, ids, uniforms[key])
-            sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
-            finished = sampler.run(steps)
-            sampler.is_stop.fill_(True)  # every token ends it
-            while sampler.busy:
-                finished += sampler.run()
-            for key, response in finished:
-                ids, spans, responses = sequences[key]
-                spans.append((len(ids), len(ids) + len(response.ids)))
-                ids += response.ids
-                responses.append((response, uniforms[key][:len(response.ids)]))
-        sampled, plain, exact = sampled_plain_exact(sampler, sequences)
-    finally:
-        lm.head.weight[lm.value_index] = saved_rows
-        sampler.is_stop.copy_(stops)
-        sampler.forget()
-        sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
-    for what in sampled:
-        if excess := excess_error(sampled[what], plain[what], exact[what]):
-            return (f"the error of its {what} is {excess[0]:.2g}, and rounding explains at most "
-                    f"{excess[1]:.2g}")
-    return ""
-
-
-def random_readout_rows(lm) -> torch.Tensor:
-    """Random head rows for w+ and w-, (2, D), that make V and Q about 0.3 R_max. A new model's are
-    0, with which V and Q would look right whatever hidden state they were read from."""
-    ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
-    hidden = lm.hidden_states(ids).float()
-    rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
-    return (rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()).to(lm.head.weight)
-
-
-def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
-    """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
-    same keys: the sampler's results, those of a plain forward pass, and those of one in float32.
-
-    Log-probs, V and Q are compared as they are. For the choice of tokens: sampling by the inverse
-    cumulative distribution picks token k if cdf[k - 1] <= u < cdf[k]. So the sampler's error is the
-    distance of u from that interval, with the cdf of the float32 pass, and rounding explains the
-    largest difference between the cdfs of the two passes. In greedy decoding the chosen token must
-    be the likeliest one, and log-probs take the place of the cdf."""
-    lm, temperature = sampler.lm, sampler.temperature
-    batch = make_batch([sequence[:2] for sequence in sequences]).to(lm.device)
-    responses, u = zip(*(pair for sequence in sequences for pair in sequence[2]))
-    u = torch.tensor(np.concatenate(u), device=lm.device)  # (M,)
-    logp = torch.tensor([x for response in responses for x in response.logp], device=lm.device)
-    values = torch.tensor([(response.v, response.q) for response in responses], device=lm.device)
-    token = batch.ids[batch.token_row, batch.token_col]
-
-    def hidden_states():
-        return lm.model.base_model(input_ids=batch.ids, use_cache=False,
-                                   **lm.causal_kwargs(batch.ids)).last_hidden_state
-
-    def distribution(hidden, index):
-        """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). Greedy decoding has
-        log-probs, clamped at -5, in place of the cdf."""
-        before = hidden[batch.token_row[index], batch.token_col[index] - 1]
-        logits = float32_logits(before, lm.head) / (temperature or 1)
-        logp = restricted_log_softmax(logits, lm.value_index)
-        return logp, logp.exp().cumsum(-1) if temperature else logp.clamp(min=-5)
-
-    hidden_plain = hidden_states()
-    with in_float32(lm.model.base_model):
-        hidden_exact = hidden_states()
-    parts = []
-    for index in torch.arange(len(token), device=lm.device).split(64):  # (64, W) at a time
-        column = token[index, None]
-        logp_plain, cdf_plain = distribution(hidden_plain, index)
-        logp_exact, cdf = distribution(hidden_exact, index)
-        rounding = (cdf - cdf_plain).abs().amax(-1)
-        end, chosen = cdf.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
-        if temperature:
-            outside = torch.maximum(u[index] - end, end - chosen.exp() - u[index]).clamp(min=0)
-        else:  # how much less likely than the likeliest token
-            outside = cdf.amax(-1) - end
-        parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
-    logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
-    value_plain, value_exact = (torch.stack([
-        lm.readout(x[batch.row, batch.start - 1]), lm.readout(x[batch.row, batch.end - 1])], 1)
-        for x in (hidden_plain, hidden_exact))
-    zeros = torch.zeros_like(rounding)
-    return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
-            {"log-probs": logp_plain, "choices of tokens": rounding, "V and Q": value_plain},
-            {"log-probs": logp_exact, "choices of tokens": zeros, "V and Q": value_exact})
-
-
 # ------------------------------------------------------------------------------------ trajectories
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
@@ -754,7 +670,8 @@ class Turn:
     action: str
     end: End | None = None  # of the last turn: why the episode ended
     obs: str = ""  # the observation that it responds to, as the environment gave it
-    advantage: float = float("nan")  # in the update, the mean over its tokens, once it is known
+    # in the update, the mean over its tokens, once it is known; NaN would make equal turns unequal
+    advantage: float = field(default=float("nan"), compare=False)
 
     @property
     def done(self) -> bool:
@@ -815,14 +732,17 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
     return turns, builder
 
 
-def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
+def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=None,
                  max_num_seqs: int | None = None, history: int = 2,
-                 make_prompts: Callable | None = None, label: str = "rollout") -> Iterator[tuple]:
+                 make_prompts: Callable | None = None, label: str = "rollout",
+                 interrupted: Callable[[], bool] | None = None) -> Iterator[tuple]:
     """Plays each of the tasks, max_num_seqs of them side by side (default: all), and yields (traj,
     turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
     (default 0, 1, ...), which with `seed` determine the random numbers. make_prompts(traj, turns,
     builder) can replace the environment's prompts. An episode whose next prompt does not fit is
-    truncated, and has no turns if that was its first. `label` names the progress bar.
+    truncated, and has no turns if that was its first. `label` names the progress bar. Once
+    interrupted() is true, which is asked between decoding steps, the episodes that are not over are
+    given up.
 
     Games compute while the model decodes. The answer to an action is collected a fixed number of
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
@@ -839,20 +759,27 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
         raise ValueError("the tokenizer has no chat template, which prompts need")
     make_prompts = make_prompts or (
         lambda traj, turns, builder: builder.prompts(sampler.context, history))
+    seed = (seed,) if isinstance(seed, (int, np.integer)) else seed
     waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first
     sampler.forget()
     with progress(label, unit="turns") as bar:
         while waiting or playing:
+            if interrupted and interrupted():
+                for traj in playing:  # those that are not over
+                    pool.drop(traj)
+                sampler.forget()
+                return
             while waiting and len(playing) < (max_num_seqs or len(tasks)):
                 traj, task = waiting.pop(0)
                 playing[traj] = play_episode(traj, task, sampler, pool, seed, make_prompts)
                 playing[traj].send(None)  # it starts its game
                 pending.append((traj, sampler.steps))
             pool.load([task for _, task in waiting[:16]])  # in the background
-            steps = pending[0][1] + ENV_LATENCY_STEPS - sampler.steps if pending else None
-            for traj, response in sampler.run(steps):
+            # never more, even if no game is waited for, so that `interrupted` is asked often enough
+            since = pending[0][1] if pending else sampler.steps
+            for traj, response in sampler.run(since + ENV_LATENCY_STEPS - sampler.steps):
                 playing[traj].send(response)  # it acts
                 bar.update()
                 pending.append((traj, sampler.steps))
@@ -871,15 +798,16 @@ def trajectories(sampler, tasks: list, pool, *, seed: tuple = (0,), trajs=None,
 
 
 def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
-    """Plays every task, with the options of `trajectories` -> all turns, ordered by trajectory and
-    turn. A task whose first prompt does not fit has none. ValueError: no task's prompt fits (with
-    several ranks, train.make_minibatches says so)."""
+    """Plays every task, with the options of `trajectories` -> all turns of the episodes that are
+    over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
+    ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so)."""
     from runtime.distributed import world_size  # here, as above
-    turns = []
-    for _, played, builder in trajectories(sampler, tasks, pool, **options):
-        turns += played
-    if tasks and not turns and world_size() == 1:  # other ranks may have turns
+    episodes = [*trajectories(sampler, tasks, pool, **options)]
+    turns = [turn for _, played, _ in episodes for turn in played]
+    all_over = len(episodes) == len(tasks) > 0
+    if all_over and not turns and world_size() == 1:  # other ranks may have turns
         room = sampler.lm.max_length - sampler.max_new_tokens
+        _, _, builder = episodes[-1]
         raise ValueError(
             f"the first prompt of {builder.info['task']!r}, and of every other task, needs more "
             f"than {max(0, sampler.limit)} tokens: " + (

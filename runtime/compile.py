@@ -1,7 +1,12 @@
-"""torch.compile, CUDA graphs and attention in pieces, which change results by rounding only. Each
-is compared with the plain model before it is used; if it fails or is wrong, a warning says so and
-the run goes on without it."""
+"""torch.compile and CUDA graphs, which change results by rounding only. runtime/verify.py compares
+them with the plain model before they are used.
+
+    compiled           a function, compiled as one graph for all shapes
+    compiled_layers    a model's backbone, layer by layer
+    CudaGraphs         a decoding step, captured once for each size and replayed
+"""
 import copy
+import importlib
 import logging
 import warnings
 
@@ -11,23 +16,41 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from runtime.cli import out_of_memory
 
 log = logging.getLogger("sapo")
-# advice about settings that are as they are on purpose
-warnings.filterwarnings("ignore", r"TensorFloat32 tensor cores|\s*Online softmax is disabled")
 
 
 def warn(text: str) -> None:
     log.warning(" ".join(text.split())[:300])
 
 
+COMPILER_SETTINGS = (  # (module, name, value) of settings that are private to PyTorch
+    ("torch._dynamo.config", "recompile_limit", 64),
+    ("torch._dynamo.config", "fail_on_recompile_limit_hit", True),  # else it gives up silently
+    # it spills registers, and specializes on sizes
+    ("torch._inductor.config", "triton.mix_order_reduction", False),
+    ("torch.fx.experimental._config", "use_duck_shape", False),  # sizes may be equal by chance
+    # so that errors of a backward pass show when the forward pass is compiled
+    ("torch._functorch.config", "force_non_lazy_backward_lowering", True))
+
+
+def configure_compiler() -> None:
+    """Applies COMPILER_SETTINGS to this process. Those that this version of PyTorch does not have
+    are left out."""
+    for module, name, value in COMPILER_SETTINGS:
+        try:
+            config = importlib.import_module(module)
+        except ImportError:
+            continue
+        if hasattr(config, name):
+            setattr(config, name, value)
+    # advice about settings that are as they are on purpose
+    warnings.filterwarnings("ignore", r"TensorFloat32 tensor cores|\s*Online softmax is disabled")
+
+
 def compiled(eager, fast=None):
     """A function compiled as one graph for all shapes (or `fast`, if given). If the compiler fails,
     now or later, it falls back to the eager function with a warning. Other errors are raised,
     because the call may have changed its arguments in place and must not be repeated."""
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # the default is to give up silently
-    torch._inductor.config.triton.mix_order_reduction = False  # it spills, and specializes on sizes
-    torch.fx.experimental._config.use_duck_shape = False  # sizes may be equal by chance
-    torch._functorch.config.force_non_lazy_backward_lowering = True  # so that errors show here
+    configure_compiler()
     function = [fast or torch.compile(eager, dynamic=True, fullgraph=True)]
 
     def run(*args, **kwargs):
@@ -103,30 +126,3 @@ class CudaGraphs:
                 self.step(n, kv_length)
         self.memory = graph.pool()  # graphs run one at a time, so they can share memory
         return graph
-
-
-def select_mode(sampler, find_error, modes):
-    """Puts a rollout.Sampler into the first of `modes`, each a rollout.Mode, in which
-    find_error(sampler) returns "" -> that mode. ValueError: the error of the last."""
-    state = sampler.state
-    eager = state.backbone
-    for mode in dict.fromkeys(modes):
-        state.backbone = compiled_layers(eager) if mode.compiled else eager
-        state.in_pieces = mode.in_pieces
-        sampler.make_decode_step = lambda: sampler.decode_one_token
-        if mode.cuda_graphs:
-            sampler.make_decode_step = lambda: CudaGraphs(sampler.decode_one_token)
-        sampler.decode_step = sampler.make_decode_step()
-        try:
-            error = find_error(sampler)
-        except Exception as raised:  # kernels fail in ways of their own
-            if not any(mode):
-                raise
-            error = f"{type(raised).__name__}: {raised}"
-        if not error and getattr(sampler.decode_step, "works", True):
-            return mode
-        if error and any(mode):
-            name = "attention in pieces" if mode.in_pieces else " and ".join(
-                ["CUDA graphs"] * mode.cuda_graphs + ["torch.compile"] * mode.compiled)
-            warn(f"sampling does not use {name}: {error}")
-    raise ValueError(error)

@@ -1,0 +1,262 @@
+"""Are the fast ways of computing right? Compiled scoring and the sampler are compared with plain
+forward passes of the model before they are used. What rounding does not explain is wrong.
+
+    in_float32, excess_error    what is exact, and how much rounding explains
+    compiled_scoring            lm with compiled scoring, if that is right
+    check_against_reference     what is wrong with the results of a rollout.Sampler
+    fast_way_is_right           whether it can decode in its fast way
+"""
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from model import ActorCritic, Batch, float32_logits, make_batch, restricted_log_softmax
+from runtime.attention import PIECE_LENGTH
+from runtime.compile import warn
+
+# ----------------------------------------------------------------------- exact results, and errors
+
+@contextlib.contextmanager
+def in_float32(backbone) -> Iterator[None]:
+    """Within this context, `backbone` computes in float32. Each module's weights are converted only
+    while it runs, so that without gradients they never all exist at once."""
+    original, hooks = {}, []
+
+    def convert(module, inputs):
+        original[module] = module._parameters
+        module._parameters = {name: p if p is None else p.float()
+                              for name, p in module._parameters.items()}
+
+    def restore(module, inputs, output):
+        module._parameters = original.pop(module)
+
+    for module in backbone.modules():
+        if module._parameters:
+            hooks += [module.register_forward_pre_hook(convert),
+                      module.register_forward_hook(restore, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, parameters in original.items():  # left by an interrupt
+            module._parameters = parameters
+
+
+def excess_error(found, plain, exact) -> tuple[float, float] | None:
+    """Compares `found` and `plain`, tensors of one shape, with `exact`, computed in float32.
+    Returns None if `found` is within tolerance, else (its error, the tolerance).
+
+    Results of a 16-bit model depend on the order of its operations. So the root mean square error
+    may be twice that of `plain`, a plain pass, and the maximum error four times. For n numbers the
+    tolerance has another factor 1 + 7 / n, which allows for chance; it was chosen with n = 14, the
+    V and Q of the sampler's check. The 1e-3 is for float32 models, whose `plain` is `exact`."""
+    slack = 1 + 7 / exact.numel()
+    for times, norm in ((2, lambda x: x.square().mean().sqrt()), (4, lambda x: x.abs().max())):
+        error, rounding = (norm(x.double() - exact.double()).item() for x in (found, plain))
+        if not error <= (allowed := times * slack * rounding + 1e-3):  # NaN is wrong, too
+            return error, allowed
+    return None
+
+
+# ---------------------------------------------------------------------------------------- scoring
+
+def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
+    """Returns lm with compiled scoring; or lm itself, with a warning, if compiling fails or if
+    log-probs, entropies, values or gradients are wrong. It is compiled on a batch of about `tokens`
+    tokens, as in a micro-batch, because the compiler plans for the sizes that it sees first. The
+    results are compared on a small batch of another width, because the same graphs serve all."""
+    length = max(2, min(500, lm.max_length, tokens // 3))
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = torch.tensor([i for i in range(20) if i not in lm.value_ids])
+    # odd, as the padded length is even, because the compiler takes equal sizes for one and the same
+    rows = max(3, (tokens // length - 1) | 1)
+    index = torch.randint(len(vocabulary), (rows, length), generator=generator)
+    samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
+    shorter = (length + 2) // 2
+    small = make_batch([(ids[:shorter], [(1, shorter)]) for ids, _ in samples[:3]]).to(lm.device)
+    fast = replace(lm, compile=True)
+    try:
+        fast.score(make_batch(samples).to(lm.device)).logp.sum().backward()
+        found, plain = scores_and_gradients(fast, small), scores_and_gradients(lm, small)
+        with in_float32(lm.model.base_model):
+            exact = scores_and_gradients(lm, small)
+        norms = exact["norms"].clamp(min=1e-30)
+        for x in (found, plain, exact):
+            x["gradients"] /= norms
+        for what in ("scores", "gradients"):
+            if excess := excess_error(found[what], plain[what], exact[what]):
+                raise ValueError(f"the error of its {what} is {excess[0]:.2g}, and rounding "
+                                 f"explains at most {excess[1]:.2g}")
+    except Exception as error:  # kernels fail in ways of their own
+        lm.model.zero_grad(set_to_none=True)
+        warn(f"compiled scoring is not used: {error}")
+        return lm
+    return fast
+
+
+def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
+    """-> "scores": all numbers of lm.score(batch). Their sum is differentiated: for each parameter,
+    "gradients" has the projection of its gradient on a fixed vector of random signs, and "norms"
+    the gradient's norm."""
+    lm.model.zero_grad(set_to_none=True)
+    scores = torch.cat(lm.score(batch))
+    scores.sum().backward()
+    projections, norms = [], []
+    for n, p in enumerate(lm.model.parameters()):
+        if p.grad is not None:
+            generator = torch.Generator(p.device).manual_seed(n)
+            signs = torch.randint(0, 2, p.shape, generator=generator, device=p.device,
+                                  dtype=torch.int8)
+            projections.append((p.grad.float() * (2 * signs - 1)).sum())
+            norms.append(p.grad.float().norm())
+    lm.model.zero_grad(set_to_none=True)
+    return {"scores": scores.detach(), "gradients": torch.stack(projections),
+            "norms": torch.stack(norms)}
+
+
+# --------------------------------------------------------------------------------------- sampling
+
+CHECK_PROMPTS = (  # of several lengths
+    "You are in the middle of a room. Looking around you, you see a desk 1, a drawer 1, a fridge 1 "
+    "and a cabinet 1. Your task is to: put a cool mug in desk. Reason, then give one command.",
+    "What is the capital of France?", "Count from one to twenty, in words.", "go to",
+    "List three animals that live in the sea, and say in one sentence what each of them eats.",
+    "You open the drawer 1. In it, you see a pen 1 and a key 2. What do you do next?",
+    "Write a short letter to a friend who has moved to another town and misses the old one.")
+CHECK_STEPS = 20  # tokens of each response
+
+
+def encode_check_prompt(lm, text, before=()):
+    """Encodes one of CHECK_PROMPTS -> token ids. Without a chat template, of the text alone."""
+    return lm.chat.encode_user_turn(text, before) if lm.chat else lm.tokenizer(text).input_ids
+
+
+@torch.no_grad()
+def check_against_reference(sampler) -> str:
+    """Samples responses to CHECK_PROMPTS (in "full", two turns each), and compares log-probs, the
+    choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
+    description of what rounding does not explain, or ""."""
+    lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
+    stops, rows = sampler.is_stop.clone(), random_readout_rows(lm)
+    steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
+    while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
+        texts[0] += " " + CHECK_PROMPTS[0]
+    room = max(1, lm.max_length // rounds - steps - 8)  # for a prompt; a GPU takes extra steps
+    longest = max(len(encode_check_prompt(lm, text)[:room]) for text in texts)
+    sequences = [([], [], []) for _ in CHECK_PROMPTS]  # ids, spans, [(Response, its uniforms)]
+    rng, uniforms = np.random.default_rng(0), {}
+    sampler.forget()
+    sampler.ensure_capacity(len(CHECK_PROMPTS),
+                            rounds * (longest + steps + 8) + sampler.max_new_tokens)
+    for layer in sampler.state.layers:
+        layer.keys.zero_()  # a fast way that failed may have left NaN
+        layer.values.fill_(1000.0)  # attending to what is not there shows in every result
+    try:
+        sampler.value_rows = lambda: rows
+        for _ in range(rounds):
+            for key, (ids, *_) in enumerate(sequences):
+                ids += encode_check_prompt(lm, texts[key], ids)[:room]
+                uniforms[key] = rng.random(sampler.max_new_tokens, dtype=np.float32)
+                sampler.enqueue(key, ids, uniforms[key])
+            sampler.is_stop.zero_()  # no token ends a response; in place: captured graphs read it
+            finished = sampler.run(steps)
+            sampler.is_stop.fill_(True)  # every token ends it
+            while sampler.busy:
+                finished += sampler.run()
+            for key, response in finished:
+                ids, spans, responses = sequences[key]
+                spans.append((len(ids), len(ids) + len(response.ids)))
+                ids += response.ids
+                responses.append((response, uniforms[key][:len(response.ids)]))
+        sampled, plain, exact = sampled_plain_exact(sampler, sequences, rows)
+    finally:
+        sampler.value_rows = lm.value_rows
+        sampler.is_stop.copy_(stops)
+        sampler.forget()
+        sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
+    for what in sampled:
+        if excess := excess_error(sampled[what], plain[what], exact[what]):
+            return (f"the error of its {what} is {excess[0]:.2g}, and rounding explains at most "
+                    f"{excess[1]:.2g}")
+    return ""
+
+
+def random_readout_rows(lm) -> tuple:
+    """Random rows in place of lm.value_rows() that make V and Q about 0.3 R_max. A new model's are
+    0, with which V and Q would look right whatever hidden state they were read from."""
+    ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
+    hidden = lm.hidden_states(ids).float()
+    rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
+    rows = rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()
+    return rows.to(lm.head.weight.dtype).float(), lm.value_rows()[1]
+
+
+def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
+    """[(ids, spans of responses, [(Response, its uniforms)])], and the rows that V and Q are read
+    by -> three dicts of tensors with the same keys: the sampler's results, those of a plain forward
+    pass, and those of one in float32.
+
+    Log-probs, V and Q are compared as they are. For the choice of tokens: sampling by the inverse
+    cumulative distribution picks token k if cdf[k - 1] <= u < cdf[k]. So the sampler's error is the
+    distance of u from that interval, with the cdf of the float32 pass, and rounding explains the
+    largest difference between the cdfs of the two passes. In greedy decoding the chosen token must
+    be the likeliest one, and log-probs take the place of the cdf."""
+    lm, temperature = sampler.lm, sampler.temperature
+    batch = make_batch([sequence[:2] for sequence in sequences]).to(lm.device)
+    responses, u = zip(*(pair for sequence in sequences for pair in sequence[2]))
+    u = torch.tensor(np.concatenate(u), device=lm.device)  # (M,)
+    logp = torch.tensor([x for response in responses for x in response.logp], device=lm.device)
+    values = torch.tensor([(response.v, response.q) for response in responses], device=lm.device)
+    token = batch.ids[batch.token_row, batch.token_col]
+
+    def hidden_states():
+        return lm.model.base_model(input_ids=batch.ids, use_cache=False,
+                                   **lm.causal_kwargs(batch.ids)).last_hidden_state
+
+    def distribution(hidden, index):
+        """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). Greedy decoding has
+        log-probs, clamped at -5, in place of the cdf."""
+        before = hidden[batch.token_row[index], batch.token_col[index] - 1]
+        logits = float32_logits(before, lm.head) / (temperature or 1)
+        logp = restricted_log_softmax(logits, lm.value_index)
+        return logp, logp.exp().cumsum(-1) if temperature else logp.clamp(min=-5)
+
+    hidden_plain = hidden_states()
+    with in_float32(lm.model.base_model):
+        hidden_exact = hidden_states()
+    parts = []
+    for index in torch.arange(len(token), device=lm.device).split(64):  # (64, W) at a time
+        column = token[index, None]
+        logp_plain, cdf_plain = distribution(hidden_plain, index)
+        logp_exact, cdf = distribution(hidden_exact, index)
+        rounding = (cdf - cdf_plain).abs().amax(-1)
+        end, chosen = cdf.gather(1, column)[:, 0], logp_exact.gather(1, column)[:, 0]
+        if temperature:
+            outside = torch.maximum(u[index] - end, end - chosen.exp() - u[index]).clamp(min=0)
+        else:  # how much less likely than the likeliest token
+            outside = cdf.amax(-1) - end
+        parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
+    logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
+    value_plain, value_exact = (torch.stack([
+        lm.readout(x[batch.row, boundary - 1], rows) for boundary in (batch.start, batch.end)], 1)
+        for x in (hidden_plain, hidden_exact))
+    zeros = torch.zeros_like(rounding)
+    return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
+            {"log-probs": logp_plain, "choices of tokens": rounding, "V and Q": value_plain},
+            {"log-probs": logp_exact, "choices of tokens": zeros, "V and Q": value_exact})
+
+
+def fast_way_is_right(sampler) -> bool:
+    """Whether a rollout.Sampler, which decodes in its fast way, gives right results. If it fails or
+    they are wrong, a warning says why."""
+    try:
+        why = check_against_reference(sampler)
+    except Exception as error:  # kernels fail in ways of their own
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        warn(f"sampling falls back to plain decoding, which is slower: {why}")
+    return not why and getattr(sampler.decode_step, "works", True)  # if not, it has warned already
