@@ -13,12 +13,11 @@ Shapes: B sequences, T tokens, M response tokens, N turns, W vocabulary size, D 
     python model.py [--model NAME]       prints a model's reserved tokens, and V and Q of a turn
 """
 import contextlib
-import copy
 import functools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1990,7 +1990,7 @@ def test_run_stopped_by_a_signal_is_saved_and_resumes(tmp_path, strong, run):
 
 
 @pytest.mark.parametrize("where, done", [("rollout", 1), ("score_all", 2), ("optimizer_step", 2)])
-def test_signal_abandons_a_rollout_and_waits_for_the_rest_of_an_iteration(tmp_path, monkeypatch, where, done):
+def test_signal_abandons_a_rollout_but_nothing_later(tmp_path, monkeypatch, where, done):
     run, function = tmp_path / "run", getattr(train, where)
     before = signal.getsignal(signal.SIGINT)
 
