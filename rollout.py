@@ -1,7 +1,8 @@
 """Playing tasks, many of them side by side.
 
     Sampler   prompts -> responses, by one of two engines that agree up to rounding
-                kv   our KV-cache decoding loop with continuous batching
+                kv   our KV-cache decoding loop with continuous batching: the Sampler schedules
+                     sequences, on the host; a DecodeState computes their tokens, on the device
                 hf   Hugging Face generate, for comparison and for models that kv does not support
     rollout   tasks -> turns: build the prompt, sample a response, act, until every game is over
 
@@ -28,6 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model import ActorCritic, float32_logits, load, make_batch, micro_batches, sample_token
 from runtime.attention import pieces_of_cache, uses_full_attention
+from runtime.cli import progress
+from runtime.distributed import world_size
 from runtime.verify import check_against_reference, fast_way_is_right
 
 # ----------------------------------------------------------------- the decode state, on the device
@@ -485,7 +488,8 @@ class Sampler:
             v, q = value[i].tolist()
             response = Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)
             finished.append((sequence.key, response))
-            sequence.response, sequence.num_cached = response.ids, position[i].item()
+            sequence.response = response.ids
+            sequence.num_cached = position[i].item()
             slot = self.slots.index(sequence)
             del keep[slot]
             if self.context == "window":
@@ -588,7 +592,8 @@ def generate_with_hf(sampler: Sampler) -> list:
     """Responses to all that was added, by Hugging Face generate, with V and Q from a scoring pass.
     -> [(key, Response)]."""
     lm = sampler.lm
-    sequences, sampler.waiting, sampler.sequences = sampler.waiting, [], {}
+    sequences = sampler.waiting
+    sampler.forget()  # this engine keeps no conversation
     prompts = [sequence.ids for sequence in sequences]
     uniforms = to_device_async(np.stack([s.uniforms for s in sequences]), lm.device)
     logps = []  # of each step
@@ -631,7 +636,7 @@ def generate_with_hf(sampler: Sampler) -> list:
     return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
 
 
-# ------------------------------------------------------------------------------------ trajectories
+# ---------------------------------------------------------------------------------------- episodes
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
 # Streams of random numbers. Two are those of tools/imitate.py. Trial k of Reflexion in
@@ -751,7 +756,6 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
     than for the model. The clock plays no role, so a rollout with the same weights repeats to the
     last bit."""
-    from runtime.cli import progress  # here, so that the sampler can be copied without it
     trajs = [*(range(len(tasks)) if trajs is None else trajs)]
     if not len(tasks) == len(trajs) == len({*trajs}):
         raise ValueError(f"{len(tasks)} tasks need as many different numbers, and trajs has "
@@ -804,7 +808,6 @@ def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
     """Plays every task, with the options of `trajectories` -> all turns of the episodes that are
     over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
     ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so)."""
-    from runtime.distributed import world_size  # here, as above
     episodes = [*trajectories(sampler, tasks, pool, **options)]
     turns = [turn for _, played, _ in episodes for turn in played]
     all_over = len(episodes) == len(tasks) > 0
