@@ -1,9 +1,11 @@
 """One causal language model as actor and critic.
 
     value_readout ...   two logits as a value in [-1, 1], a policy without those two tokens  Eq. 1-3
+    make_batch          token sequences and their turns -> what a forward pass takes, a Batch
     sample_token        draws a token with one uniform random number
     ActorCritic         a Hugging Face model, its chat format and its two reserved tokens; `score`
                         is one forward pass over a Batch: log-probs, entropy, readouts of V and Q
+    Chat                text -> the token ids of a conversation, by the model's chat template
     load, actor_critic  from a hub id, folder or bare name; from a model that is loaded already
 
 A training sample is a token sequence with one or more turns, and a turn is the span [start, end) of
@@ -103,7 +105,7 @@ def micro_batches(samples: list, budget: int) -> list:
     return groups
 
 
-# ------------------------------------------------------------------------------ sampling a token
+# ------------------------------------------------------------------------------- drawing a token
 
 BLOCK = 128  # vocabulary entries per block of sample_token
 
@@ -135,7 +137,7 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
     return token[:, 0], logp.gather(1, token)[:, 0]
 
 
-# ------------------------------------------------------------------------------- actor and critic
+# ------------------------------------------------------------------------------ actor and critic
 
 class Float32Product(torch.autograd.Function):
     """16-bit hidden states (M, D) times a 16-bit head (W, D) -> float32 logits (M, W). Rounded to
@@ -168,7 +170,7 @@ def float32_logits(hidden: torch.Tensor, head) -> torch.Tensor:
         return head(hidden)
     if hidden.dtype == head.weight.dtype:
         logits = Float32Product.apply(hidden, head.weight)
-    else:  # hidden states computed within in_float32()
+    else:  # hidden states that were computed in float32; see runtime/verify.py
         logits = hidden @ head.weight.float().T
     return logits if head.bias is None else logits + head.bias.float()
 
@@ -293,8 +295,9 @@ class ActorCritic:
             rope = config.get("rope_parameters") or {}
             if "rope_theta" in rope:
                 scaled = rope.get("rope_type", "default") != "default"
-                config["rope_theta"], config["rope_scaling"] = rope["rope_theta"], (
-                    {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None)
+                scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+                config["rope_theta"] = rope["rope_theta"]
+                config["rope_scaling"] = scaling if scaled else None
         with edit_json(f"{folder}/tokenizer_config.json") as config:
             if config["tokenizer_class"] == "TokenizersBackend":
                 config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -303,13 +306,7 @@ class ActorCritic:
                 config["additional_special_tokens"] = config.pop("extra_special_tokens")
 
 
-@contextlib.contextmanager
-def edit_json(path) -> Iterator[dict]:
-    """Yields the JSON object in a file, and writes it back afterwards."""
-    content = json.loads(Path(path).read_text())
-    yield content
-    Path(path).write_text(json.dumps(content, indent=2) + "\n")
-
+# ------------------------------------------------------------------------------- the chat format
 
 class Chat:
     """Converts text into the token ids of a conversation, by the tokenizer's chat template.
@@ -396,7 +393,7 @@ class Chat:
         return ids[1:] if before and ids[0] == before[-1] else ids
 
 
-# --------------------------------------------------------------------------------------- loading
+# ----------------------------------------------------------------------------- loading and saving
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OWNERS = {"Qwen": "Qwen", "SmolLM": "HuggingFaceTB", "Llama": "meta-llama", "gemma": "google",
@@ -429,6 +426,14 @@ def find_file(where, name: str):
     return transformers.utils.cached_file(
         where, name, _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+
+
+@contextlib.contextmanager
+def edit_json(path) -> Iterator[dict]:
+    """Yields the JSON object in a file, and writes it back afterwards."""
+    content = json.loads(Path(path).read_text())
+    yield content
+    Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_sapo_json(where) -> dict:
@@ -490,9 +495,9 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
                  r_max: float | None = None) -> ActorCritic:
     """Wraps a model that is loaded already. w+ and w- are the two `value_tokens` (names or ids); or
     `value_ids`, whose rows of the head are trained already; or those in the sapo.json of the folder
-    the model was loaded from (like tau_v and r_max); or two tokens that no text uses. Rows of
-    tokens that are reserved here for the first time are set to 0. ValueError: the model cannot be
-    used."""
+    the model was loaded from (like tau_v, r_max and settings); or two tokens that no text uses.
+    Rows of tokens that are reserved here for the first time are set to 0. ValueError: the model
+    cannot be used."""
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")

@@ -1,7 +1,8 @@
 """Playing tasks, many of them side by side.
 
     Sampler   prompts -> responses, by one of two engines that agree up to rounding
-                kv   our KV-cache decoding loop with continuous batching
+                kv   our KV-cache decoding loop with continuous batching: the Sampler schedules
+                     sequences, on the host; a DecodeState computes their tokens, on the device
                 hf   Hugging Face generate, for comparison and for models that kv does not support
     rollout   tasks -> turns: build the prompt, sample a response, act, until every game is over
 
@@ -28,6 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model import ActorCritic, float32_logits, load, make_batch, micro_batches, sample_token
 from runtime.attention import pieces_of_cache, uses_full_attention
+from runtime.cli import progress
+from runtime.distributed import world_size
 from runtime.verify import check_against_reference, fast_way_is_right
 
 # ----------------------------------------------------------------- the decode state, on the device
@@ -37,16 +40,20 @@ class LayerCache:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        # set by DecodeState.forward: where to write, which slots to read, and up to which position
-        # (None: all of them, which attention in pieces takes)
-        self.write_index = self.kv_length = self.read_slots = self.read_length = None
+        self.prepare(None, None, None, None)
+
+    def prepare(self, write_slots, write_positions, read_slots, read_length) -> None:
+        """What the next `update` does. It writes to these slots and positions, which broadcast to
+        (R, T), and reads the first read_length positions (0: none; None: all) of read_slots (R,)
+        or, if that is None, of the first R slots."""
+        self.write_slots, self.write_positions = write_slots, write_positions
+        self.read_slots, self.read_length = read_slots, read_length
 
     def update(self, k, v, *args, **kwargs):
-        """Writes k, v (R, H', T, E) where `forward` said -> the keys and values to attend to."""
-        slot, position = self.write_index  # they broadcast to (R, T)
-        self.keys[slot, position] = k.transpose(1, 2)
-        self.values[slot, position] = v.transpose(1, 2)
-        if not self.kv_length:  # new sequences: all they attend to is in k and v
+        """Writes k, v (R, H', T, E) -> the keys and values to attend to, (R, H', S, E)."""
+        self.keys[self.write_slots, self.write_positions] = k.transpose(1, 2)
+        self.values[self.write_slots, self.write_positions] = v.transpose(1, 2)
+        if self.read_length == 0:  # new sequences: all they attend to is in k and v
             return k, v
         slots = slice(len(k)) if self.read_slots is None else self.read_slots
         return (self.keys[slots, :self.read_length].transpose(1, 2),
@@ -161,10 +168,8 @@ class DecodeState:
         slots are new."""
         index = torch.arange(len(ids), device=ids.device) if slots is None else slots
         in_pieces = self.in_pieces and slots is None
-        for layer in self.layers:
-            layer.write_index = index[:, None], position
-            layer.kv_length, layer.read_slots = kv_length, slots
-            layer.read_length = None if in_pieces else kv_length
+        for layer in self.layers:  # attention in pieces takes the whole cache
+            layer.prepare(index[:, None], position, slots, None if in_pieces else kv_length)
         if in_pieces:
             mask = pieces_of_cache(position[:, 0] + 1, kv_length, self.max_length + 1)
         elif kv_length:
@@ -424,8 +429,8 @@ class Sampler:
 
     def prefill_chunk(self, chunk):
         """One forward pass over [(new ids, sequence)]."""
-        if self.gpu and len(chunk) == 1:
-            chunk = chunk * 2  # a batch of one would be compiled separately
+        if self.gpu and len(chunk) == 1:  # the same twice: one row would be compiled separately
+            chunk = [chunk[0], chunk[0]]
         device = self.lm.device
         new, sequences = zip(*chunk)
         slot = [self.slots.index(sequence) for sequence in sequences]
@@ -477,20 +482,19 @@ class Sampler:
         finished = []
         keep = dict.fromkeys(range(self.num_active))  # a set with an order
         for i, (sequence, is_active) in enumerate(zip(sequences, active.tolist())):
-            if is_active or sequence is None:
+            if is_active or sequence.response is not None:  # seen in an earlier snapshot
                 continue
             n = num_generated[i].item()
             v, q = value[i].tolist()
             response = Response(tokens[i, :n].tolist(), logp[i, :n].tolist(), v, q)
             finished.append((sequence.key, response))
-            sequence.response, sequence.num_cached = response.ids, position[i].item()
+            sequence.response = response.ids
+            sequence.num_cached = position[i].item()
             slot = self.slots.index(sequence)
             del keep[slot]
             if self.context == "window":
                 self.slots[slot] = None
                 del self.sequences[sequence.key]
-            for later, *_ in self.snapshots:  # they, too, show this slot as finished
-                later[later.index(sequence)] = None
         if finished:
             self.compact([*keep])
         return finished
@@ -500,13 +504,15 @@ class Sampler:
         """Swaps the slots `keep` into [0, len(keep)). What was there, idle conversations in "full",
         takes their old slots."""
         self.num_active = len(keep)
-        moves = []
+        source = [*range(len(self.slots))]  # for each slot, the one that it takes over
         gaps = sorted(set(range(self.num_active)) - set(keep))
-        for gap, behind in zip(gaps, [i for i in keep if i >= self.num_active]):
-            self.slots[gap], self.slots[behind] = self.slots[behind], self.slots[gap]
-            moves.append((gap, behind))
-            if self.slots[behind] is not None:
-                moves.append((behind, gap))
+        behind = [slot for slot in keep if slot >= self.num_active]
+        for gap, slot in zip(gaps, behind):
+            source[gap] = slot
+            source[slot] = gap
+        self.slots = [self.slots[slot] for slot in source]
+        moves = [(target, slot) for target, slot in enumerate(source)
+                 if target != slot and self.slots[target] is not None]
         if moves:
             kv_length = max(self.slots[target].num_cached for target, _ in moves)
             self.state.copy_slots(moves, kv_length)
@@ -586,7 +592,8 @@ def generate_with_hf(sampler: Sampler) -> list:
     """Responses to all that was added, by Hugging Face generate, with V and Q from a scoring pass.
     -> [(key, Response)]."""
     lm = sampler.lm
-    sequences, sampler.waiting, sampler.sequences = sampler.waiting, [], {}
+    sequences = sampler.waiting
+    sampler.forget()  # this engine keeps no conversation
     prompts = [sequence.ids for sequence in sequences]
     uniforms = to_device_async(np.stack([s.uniforms for s in sequences]), lm.device)
     logps = []  # of each step
@@ -629,7 +636,7 @@ def generate_with_hf(sampler: Sampler) -> list:
     return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
 
 
-# ------------------------------------------------------------------------------------ trajectories
+# ---------------------------------------------------------------------------------------- episodes
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
 # Streams of random numbers. Two are those of tools/imitate.py. Trial k of Reflexion in
@@ -748,7 +755,6 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
     than for the model. The clock plays no role, so a rollout with the same weights repeats to the
     last bit."""
-    from runtime.cli import progress  # here, so that the sampler can be copied with model.py alone
     trajs = [*(range(len(tasks)) if trajs is None else trajs)]
     if not len(tasks) == len(trajs) == len({*trajs}):
         raise ValueError(f"{len(tasks)} tasks need as many different numbers, and trajs has "
@@ -801,7 +807,6 @@ def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
     """Plays every task, with the options of `trajectories` -> all turns of the episodes that are
     over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
     ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so)."""
-    from runtime.distributed import world_size  # here, as above
     episodes = [*trajectories(sampler, tasks, pool, **options)]
     turns = [turn for _, played, _ in episodes for turn in played]
     all_over = len(episodes) == len(tasks) > 0

@@ -2896,21 +2896,36 @@ value_readout(z, (3, 0), tau=8.0), entropy(restricted_log_softmax(z, (3, 0)), (3
 """, ["transformers", "tokenizers", *OTHERS])
 
 
-SAMPLING = """
+def copy_runtime_and_model(folder):
+    shutil.copytree(f"{HERE}/results/tiny-house", folder / "start")
+    shutil.copytree(f"{HERE}/runtime", folder / "runtime", ignore=lambda *_: ["__pycache__"])
+    shutil.copy(f"{HERE}/model.py", folder)
+
+
+def test_model_with_runtime_beside_it_is_a_scorer(tmp_path):
+    copy_runtime_and_model(tmp_path)
+    printed = alone(tmp_path, """
+import model
+
+lm = model.load("start")
+prompt = lm.chat.encode_user_turn("look")
+print(lm.score(model.make_batch([(prompt + [7, 8], [(len(prompt), len(prompt) + 2)])])))
+""", [name for name in OTHERS if name != "model"] + ["simulators", "tools"])
+    assert printed.startswith("Scores")
+
+
+def test_rollout_with_model_and_runtime_beside_it_is_a_sampler(tmp_path):
+    copy_runtime_and_model(tmp_path)
+    shutil.copy(f"{HERE}/rollout.py", tmp_path)
+    printed = alone(tmp_path, """
 import torch
 import model
+import rollout
 
 for engine in ("kv", "hf"):
     lm = model.load("start")
+    sampler = rollout.Sampler(lm, engine, max_new_tokens=8)
     prompt = lm.chat.encode_user_turn("look")
-    print(Sampler(lm, engine, max_new_tokens=8)([0], [prompt], torch.full((1, 8), 0.5).numpy()))
-"""
-
-
-def test_the_sampler_works_with_model_beside_it(tmp_path):
-    """The part of rollout.py before the trajectories, in a file of its own."""
-    shutil.copy(f"{HERE}/model.py", tmp_path)
-    shutil.copytree(f"{HERE}/results/tiny-house", tmp_path / "start")
-    text = section((HERE / "rollout.py").read_text(), None, "trajectories")
-    others = [name for name in OTHERS if name != "model"] + ["simulators", "runtime"]
-    assert alone(tmp_path, text + SAMPLING, others).count("Response") == 2
+    print(sampler([0], [prompt], torch.full((1, 8), 0.5).numpy()))
+""", [name for name in OTHERS if name not in ("model", "rollout")] + ["simulators", "tools"])
+    assert printed.count("Response") == 2
