@@ -42,12 +42,9 @@ from sapo import (discounted_returns, explained_variance, normalize_advantages, 
 
 def train(config: "Config", lm: ActorCritic = None, pool: envs.Pool = None,
           learner: "Learner" = None) -> ActorCritic:
-    """Algorithm 1, whole -> the trained model. What is not given is made from `config`. A model, a
-    pool or a learner that is given keeps what it has: its weights, R_max and tau_v; its environment
-    and options. With config.out = None nothing is written.
-
-    KeyboardInterrupt: SIGTERM or Ctrl-C came, and the last finished iteration is saved.
-    GameError: an environment failed; the last finished iteration is saved, too."""
+    """Algorithm 1, whole -> the trained model. What is not given is made from `config`; what is
+    given keeps its own settings, as `prepared` says. KeyboardInterrupt: SIGTERM or Ctrl-C came.
+    GameError: an environment failed. Both times the last finished iteration is saved first."""
     with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
         for iteration in range(run.first_iteration, run.config.iterations):
             run.begin(iteration)
@@ -616,7 +613,10 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
     """What surrounds the loop of `train`. Before it: locks the run's folder, makes what is not
     given, evaluates the initial model and loads a checkpoint. After it: saves the last finished
     iteration where the loop was stopped; else evaluates again, and writes final weights and
-    reports."""
+    reports. With config.out = None it writes nothing.
+
+    No setting exists twice: a model that is given has its own R_max and tau_v, a pool its
+    environment and options, and a learner that is given gets this config."""
     if pool:
         known = {name: x for name, x in pool.options.items() if hasattr(config, name)}
         config = dataclasses.replace(config, env=pool.env, **known)
