@@ -406,6 +406,11 @@ def env_class(name) -> type[Env]:
     return found
 
 
+def name_of(env) -> str:
+    """The name by which a run records its environment: a class as MODULE:CLASS."""
+    return f"{env.__module__}:{env.__qualname__}" if isinstance(env, type) else env
+
+
 def make_env(name, **options) -> Env:
     """Makes an environment with options for its `flags`. ValueError: it does not take them."""
     env = env_class(name)

@@ -130,7 +130,7 @@ def success_of(played) -> str:
 def write_reports(before, after, config) -> str:
     """Writes eval.json, the report of a run before and after training, and eval.jsonl, every
     episode. Returns the paper's table of this run."""
-    out = {"env": config.env, "temperature": TEMPERATURES[""]}
+    out = {"env": envs.name_of(config.env), "temperature": TEMPERATURES[""]}
     lines = []
     for when, prefix, played in (("before", "_before", before), ("after", "", after)):
         for suffix, records in played.items():

@@ -1141,7 +1141,7 @@ def test_v_leaves_zero_in_16_bits_at_the_papers_learning_rate():
         lm = actor_critic(model, base.tokenizer, value_ids=ids)
         lm.head.weight.data[6] = lm.head.weight.data[5]
         v = lambda batch: (value_loss(lm.score(batch).p_v, *targets, clip=0.2)[0], {})
-        imitate.train_step(model, optim.AdamW(model.parameters(), 1e-6), [batch], v)
+        imitate.train_step(model, optim.AdamW(model.parameters(), 1e-6), [batch], v, 1e-6)
         assert lm.score(batch).p_v.all() == (ids is None)
 
 
@@ -1312,15 +1312,15 @@ def test_saved_folder_works_in_plain_transformers_and_keeps_its_values(tmp_path,
 
 def test_python_example_of_the_readme_trains_in_a_thread(tmp_path, monkeypatch, capsys):
     text = pathlib.Path(f"{HERE}/README.md").read_text(encoding="utf-8")
-    lines = re.search("## From Python\n\n```python\n(.*?)```", text, re.S)[1]
+    lines = re.search("From Python.*?```python\n(.*?)```", text, re.S)[1]
     monkeypatch.chdir(tmp_path)
     thread = threading.Thread(target=exec, args=(lines, {"__name__": "__main__"}))
     thread.start()
     thread.join()
     printed = re.findall(r"(\d) of 3: success (\d+)%", capsys.readouterr().out)
     assert [n for n, _ in printed] == ["1", "2", "3"] and int(printed[0][1]) < int(printed[2][1])
-    assert os.listdir(tmp_path) == ["fridge"]
-    assert load(str(tmp_path / "fridge")).value_ids == load(TINY_HOUSE).value_ids
+    assert os.listdir(tmp_path) == ["trained"]
+    assert load(str(tmp_path / "trained")).value_ids == load(TINY_HOUSE).value_ids
 
 
 def test_what_training_is_given_keeps_its_own_settings(tmp_path):
@@ -1880,7 +1880,8 @@ def test_resumed_run_matches_uninterrupted_run_and_two_ranks_match_one(tmp_path,
     for name, start, *more in (("one", OneRank, 2), ("two", TwoRanks, 2), ("cut", OneRank, 1),
                                ("cut", OneRank, 2, "--resume")):
         start(*every, "--out", tmp_path / name, "--iterations", *more).finish()
-    for name in ("model.safetensors", "critic.pt", "learner-0.pt"):
+    critic = ["critic.pt", "critic-0.pt"] if "ppo" in flags else []
+    for name in ("model.safetensors", "learner-0.pt", *critic):
         whole, cut = (tmp_path / of / "checkpoint-2" / name for of in ("one", "cut"))
         assert whole.read_bytes() == cut.read_bytes(), name
     one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
@@ -2666,11 +2667,14 @@ def test_index_of_a_changed_catalogue_is_made_anew(tmp_path):
 
 @CONTEXTS
 def test_scores_of_the_sampler_are_those_of_a_forward_pass(tmp_path, context):
-    found = [prepared(tmp_path, "--context", context, "--old_logprobs", which,
-                      "--tokens_per_micro_batch", 500).old for which in ("recompute", "rollout")]
-    for one, other in zip(*(old[:1] + old[2:4] for old in found)):
+    cases = [prepared(tmp_path, "--context", context, "--old_logprobs", which,
+                      "--tokens_per_micro_batch", 500) for which in ("recompute", "rollout")]
+    for one, other in zip(*(case.old[:1] + case.old[2:4] for case in cases)):
         near(one, other)
-    assert found[0].p_v.any() and all(old.sampler_logprob_diff < 1e-4 for old in found)
+    assert cases[0].old.p_v.any()
+    for case in cases:
+        difference = case.learner.sampler_logprob_diff(case.batch, case.minibatches, case.old)
+        assert 0 < difference < 1e-4
 
 
 def test_back_from_an_item_leads_to_its_page_of_results(shop_data):
@@ -2844,8 +2848,10 @@ BELOW = {"sapo": set(), "runtime": {"runtime"}, "simulators": {"simulators"}, "m
          "envs": {"simulators", "runtime"}}
 BELOW["rollout"] = {"envs", "runtime", "model"}
 BELOW["eval"] = BELOW["rollout"] | {"rollout"}
-BELOW["train"] = BELOW["eval"] | {"eval", "sapo"}
-BELOW["tools"] = BELOW["train"] | {"train", "tools", "simulators"}
+# train.py imports itself where it runs as a script, and baselines/ when --algo names one of them
+BELOW["train"] = BELOW["eval"] | {"eval", "sapo", "train", "baselines"}
+BELOW["baselines"] = {"sapo", "model", "train", "runtime", "baselines"}
+BELOW["tools"] = BELOW["train"] | {"tools", "simulators"}
 
 
 def test_imports_point_only_downwards():
@@ -2858,6 +2864,7 @@ def test_imports_point_only_downwards():
             assert own <= allowed, f"{path} imports {own - allowed}"
             seen.add(place)
     assert seen == BELOW.keys()
+    assert not re.search("^(from|import) baselines", (HERE / "train.py").read_text(), re.M)
     assert imports_of(HERE / "sapo.py") - sys.stdlib_module_names == {"torch"}
 
 

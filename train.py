@@ -575,9 +575,8 @@ def filled(c: Config) -> Config:
 
 def as_json(config: dict) -> dict:
     """Settings by name, with values as config.json has them: an environment's class by its name."""
-    env = config.get("env")
-    if isinstance(env, type):
-        config = config | {"env": f"{env.__module__}:{env.__qualname__}"}
+    if "env" in config:
+        config = config | {"env": envs.name_of(config["env"])}
     return json.loads(json.dumps(config))
 
 
