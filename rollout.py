@@ -77,7 +77,8 @@ class DecodeState:
         self.value_rows = lm.value_rows()  # a copy
         self.backbone = lm.model.base_model
         self.in_pieces = False  # whether decoding steps use attention_in_pieces
-        out = self.backbone(input_ids=torch.tensor([[0]], device=lm.device), use_cache=True)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
+        out = self.backbone(input_ids=zero, position_ids=zero, use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
         self.layers = [LayerCache(keys[:0].transpose(1, 2).contiguous(),
                                   values[:0].transpose(1, 2).contiguous())
