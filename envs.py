@@ -407,8 +407,11 @@ def env_class(name) -> type[Env]:
 
 
 def name_of(env) -> str:
-    """The name by which a run records its environment: a class as MODULE:CLASS."""
-    return f"{env.__module__}:{env.__qualname__}" if isinstance(env, type) else env
+    """The name by which a run records its environment: that of ENVS, or a class's MODULE:CLASS."""
+    if not isinstance(env, type):
+        return env
+    names = [name for name, known in ENVS.items() if known is env]
+    return names[0] if names else f"{env.__module__}:{env.__qualname__}"
 
 
 def make_env(name, **options) -> Env:

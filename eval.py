@@ -430,7 +430,8 @@ def episode_page(title, turns, lines, decode) -> str:
                 "Q after the response": [turn.q for turn in turns]}),
             svg("This run", "iteration", curves)]
     for turn, after in zip_longest(turns, turns[1:]):
-        numbers = {"V": turn.v, "Q": turn.q, "reward": turn.reward, "advantage": turn.advantage}
+        numbers = {"V": turn.v, "Q": turn.q, "reward": turn.reward,
+                   "normalized advantage": turn.advantage}
         heads = [f"<b>{name} {x:.2f}</b>" for name, x in numbers.items()]
         heads += ["<b>invalid format</b>"] * turn.invalid
         heads += ["<b>not admissible</b>"] * (not turn.admissible)

@@ -88,8 +88,9 @@ def make_batch(samples: list) -> Batch:
     row, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
     tokens = sum(end - start for _, start, end in turns)
     turn_of = torch.arange(len(turns)).repeat_interleave(end - start, output_size=tokens)
-    # response token number m is at its turn's start + m - (response tokens of the turns before)
-    col = torch.arange(len(turn_of)) + (end - (end - start).cumsum(0))[turn_of]
+    length = end - start
+    tokens_before = length.cumsum(0) - length  # response tokens of the turns before each turn
+    col = torch.arange(len(turn_of)) + (start - tokens_before)[turn_of]
     return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
                  row, start, end, turn_of, row[turn_of], col)
 
@@ -125,14 +126,15 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
     else:
         prob, missing = logp.exp(), -logp.shape[1] % BLOCK
         prob = (F.pad(prob, (0, missing)) if missing else prob).unflatten(1, (-1, BLOCK))
-        mass = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
+        cdf = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
         below_one = 1 - 2 ** -40  # keeps the target below the total, which rounding could reach
-        target = u[:, None].double().clamp(max=below_one) * mass[:, -1:]
-        block = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[1] - 1)
-        inner = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
-        rest = target - F.pad(mass, (1, 0)).gather(1, block)
-        rest = torch.minimum(rest, inner[:, -1:] * below_one)
-        token = block * BLOCK + torch.searchsorted(inner, rest, right=True)
+        target = u[:, None].double().clamp(max=below_one) * cdf[:, -1:]
+        block = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
+        inside = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double()
+        cdf_inside = inside.cumsum(-1)  # (R, BLOCK)
+        rest = target - F.pad(cdf, (1, 0)).gather(1, block)
+        rest = torch.minimum(rest, cdf_inside[:, -1:] * below_one)
+        token = block * BLOCK + torch.searchsorted(cdf_inside, rest, right=True)
         token = token.clamp(max=logp.shape[1] - 1)  # NaN must not index out of bounds
     return token[:, 0], logp.gather(1, token)[:, 0]
 
@@ -235,7 +237,7 @@ class ActorCritic:
         are padded to a width divisible by 8 and to at least two rows, so that fewer shapes are
         compiled."""
         if self.compile:
-            ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, len(ids) == 1))
+            ids = F.pad(ids, (0, -ids.shape[1] % 8, 0, 1 if len(ids) == 1 else 0))
         out = self.backbone(input_ids=ids, use_cache=False, **self.causal_kwargs(ids))
         return out.last_hidden_state
 
@@ -267,7 +269,8 @@ class ActorCritic:
         parts = [score_chunk(*chunk, self.head, self.value_index) for chunk in chunks]
         logp, h = (torch.cat(column) for column in zip(*parts))
         boundaries = hidden[batch.row, batch.start - 1], hidden[batch.row, batch.end - 1]
-        p_v, p_q = self.readout(torch.stack(boundaries))  # SAPO: V sees no action, Q no reward
+        # SAPO: V is read before the response; Q after it, before the environment answers
+        p_v, p_q = self.readout(torch.stack(boundaries))
         return Scores(logp, h, p_v, p_q)
 
     def stopped(self, ids: list[int]) -> bool:
@@ -513,7 +516,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     if value_tokens or not value_ids:
         reserved = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
         if reserved != tuple(value_ids or ()):
-            for p in head.parameters():  # so V = Q = 0; near 0, bfloat16 is at its finest
+            # SAPO: so V = Q = 0 at first. (The paper does not say. bfloat16 resolves best near 0.)
+            for p in head.parameters():
                 p.data[[*reserved]] = 0
         value_ids = reserved
     model.sapo_value_ids = tuple(value_ids)
@@ -600,7 +604,7 @@ def check_initial_readout(lm: ActorCritic, ids: list[int]) -> None:
     """ValueError: V and Q of an empty response to this prompt are both beyond the bounds of Eq. 1,
     where its gradient is 0."""
     ids = [*ids, lm.chat.end_of_turn_id()]  # an empty response: V is read before it, Q at it
-    hidden = lm.hidden_states(torch.tensor([ids], device=lm.device))[0, -2:]
+    hidden = lm.hidden_states(torch.tensor([ids], device=lm.device))[0, len(ids) - 2:len(ids)]
     plus, minus = (float32_logits(hidden, lm.head)[:, i] for i in lm.value_ids)
     v, q = (plus - minus).tolist()
     if min(abs(v), abs(q)) > lm.tau_v:

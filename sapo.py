@@ -15,9 +15,11 @@ It needs only torch: copy it. Equation numbers are the paper's, and `# SAPO:` ma
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. Readouts p are in [-1, 1] (Eq. 1), and V
-and Q are R_max p (Eq. 2). A loss is a sum divided by `denom`, the number of tokens or turns of the
-whole mini-batch. So the losses of micro-batches and ranks add up, and gradients must be summed, not
-averaged. The numbers in `info` add up in the same way; of those that end in _max, take the maximum.
+and Q are R_max p (Eq. 2). Advantages come from V alone; Q is trained as an auxiliary task.
+
+A loss is a sum divided by `denom`, the number of tokens or turns of the whole mini-batch. So the
+gradients of micro-batches and ranks are summed, not averaged. The numbers in `info` are summed in
+the same way, but for those that end in _max, of which the maximum counts.
     python sapo.py       works through one small trajectory
 """
 import math
@@ -49,7 +51,9 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
     last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
     col, longest = turn - first[row], int((last - first).max()) + 1
 
-    def table(x):  # (N,) -> (trajectories, longest + 1); the last column stays 0
+    # (N,) -> (trajectories, longest + 1): a row per trajectory, a column per turn. The last column
+    # stays 0, the value after the last turn
+    def table(x):
         grid = v_old.new_zeros(len(ids), longest + 1)
         grid[row, col] = x.to(v_old.dtype)
         return grid
@@ -74,7 +78,7 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
 def discounted_returns(traj: Tensor, turn: Tensor, reward: Tensor, *, gamma: float) -> Tensor:
     """The discounted return from each turn to the end of its trajectory, (N,): GAE with V = 0 and
     lambda = 1."""
-    zeros = torch.zeros_like(reward)
+    zeros = torch.zeros_like(reward)  # `done` too: after the last turn there is no value anyway
     return turn_targets(traj, turn, reward, zeros, zeros, zeros, gamma=gamma, lam=1.0)[0]
 
 
@@ -86,8 +90,7 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
 
     invalid (N,)  turns whose response breaks the format; their advantage is reduced by c_inv, in
                   units of return, before normalization
-    valid (N,)    turns that are not padding (None: all are), which is no opposite of `invalid`;
-                  padding gets 0
+    valid (N,)    turns that are not padding (None: all are); padding gets 0
     group         torch.distributed process group that shares mean and std (None: this rank only)"""
     check_shapes(adv, invalid, valid)
     is_turn = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
@@ -197,11 +200,11 @@ def actor_loss(logp: Tensor, entropy: Tensor, *, logp_old: Tensor, logp_ref: Ten
     tokens = denominator(tokens, mask, logp, entropy)
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
     logp_ref = logp.detach() if logp_ref is None else logp_ref  # the KL is then 0
-    kl = kl_loss(logp, logp_ref, mask, denom=tokens)
+    token_kl = k3(masked(mask, logp), masked(mask, logp_ref))
+    kl = token_kl.sum() / tokens
     h = masked(mask, entropy).sum() / tokens
     loss = loss_policy + beta * kl - c_h * h
-    token_kl = k3(masked(mask, logp.detach()), masked(mask, logp_ref))
-    parts = {"loss": loss, "loss_policy": loss_policy, "kl": kl, "entropy": h,
+    parts = {"loss_policy": loss_policy, "kl": kl, "entropy": h,
              "kl_max": safe_max(token_kl)}  # heavy-tailed, so the mean hides a lot
     return loss, info | {k: x.detach() for k, x in parts.items()}
 
@@ -246,7 +249,8 @@ def main():
                                  gamma=0.95, lam=0.95)
     adv_hat = normalize_advantages(adv, invalid=torch.tensor([0, 0, 1, 0]), c_inv=0.1)
     print("A task solved in four turns. The third response has no action tags, so it is invalid.\n")
-    print(f"{'turn  action':34}{'r':>6}{'V':>6}{'Q':>6}   A (5)  y_V (6)  y_Q (6)  A^ (7)")
+    print(f"{'turn  action':34}{'r':>6}{'V':>6}{'Q':>6}       A      y_V      y_Q      A^\n"
+          f"{'':52}   Eq. 5    Eq. 6    Eq. 6   Eq. 7")
     for t, action in enumerate(actions):
         print(f"{t + 1:>4}  {action:28}{reward[t]:6.1f}{v[t]:6.1f}{q[t]:6.1f}"
               f"{adv[t]:8.3f}{y_v[t]:9.3f}{y_q[t]:9.3f}{adv_hat[t]:8.3f}")

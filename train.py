@@ -6,9 +6,16 @@
     python train.py --resume --out RUN                             continues an interrupted run
     train(settings(model="tiny", iterations=3))                    from Python
 
-The file reads from the top: the loop, `Learner` (what SAPO computes in an iteration), the gradient
-step, mini-batches, settings, and what surrounds the loop (`prepared`, and `Run` with its log).
-In shapes, N turns and M response tokens are those of this rank; sums and means take in all ranks.
+An iteration of Algorithm 1, by the paper's lines:
+    2  play one trajectory for each task of a batch
+    3  the old log-probs, V_old and Q_old of every turn, from one forward pass
+    4  GAE over turns: advantages, targets of V and Q       Eq. 4-6
+    5  normalize the advantages over all turns              Eq. 7
+    6  the joint loss, from one forward pass                Eq. 8-12
+    7  a gradient step
+The method is the loop and `Learner`, then the gradient step and mini-batches. The second half is
+what a run needs: settings, and what surrounds the loop (`prepared`, and `Run` with its log).
+In shapes, N turns and M response tokens are those of this rank; sums and means are over all ranks.
 """
 import contextlib
 import copy
@@ -36,18 +43,19 @@ from runtime.distributed import (all_gather_list, all_reduce_sum, barrier, broad
                                  world_size)
 from runtime.optim import AdamW
 from runtime.verify import compiled_scoring
+from runtime.workers import WorkerPool
 from sapo import (discounted_returns, explained_variance, normalize_advantages, sapo_loss,
                   turn_targets)
 
 
-def train(config: "Config", lm: ActorCritic = None, pool: envs.Pool = None,
+def train(config: "Config", lm: ActorCritic = None, pool: WorkerPool = None,
           learner: "Learner" = None) -> ActorCritic:
     """Algorithm 1, whole -> the trained model. What is not given is made from `config`; what is
     given keeps its own settings, as `prepared` says. KeyboardInterrupt: SIGTERM or Ctrl-C came.
     GameError: an environment failed. Both times the last finished iteration is saved first."""
     with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
         for iteration in range(run.first_iteration, run.config.iterations):
-            run.begin(iteration)
+            run.begin_rollout()
             turns = rollout(  # line 2  # SAPO: one trajectory per task
                 run.sampler, run.tasks(iteration), run.pool, trajs=run.trajs,
                 seed=(run.config.seed, iteration, ROLLOUT), history=run.config.history,
@@ -79,7 +87,7 @@ class Learner:
 
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 of Algorithm 1 for this rank's turns of a rollout -> metrics, under the
-        names of `Run.log`. It also gives every turn its advantage. All ranks must call it."""
+        names of `Run.log`. All ranks must call it."""
         batch, minibatches = make_minibatches(turns, self.config, iteration, self.lm.device)
         old = self.score_behaviour_policy(batch, minibatches)  # line 3: log-probs, V, Q
         diff = self.sampler_logprob_diff(batch, minibatches, old)
@@ -88,7 +96,8 @@ class Learner:
         steps = [self.step(minibatch, old, ref, targets, iteration)  # lines 6 and 7
                  for minibatch in shown(minibatches, "update")]
         self.free_gradients()
-        return compute_metrics(batch, targets, steps) | {"sampler_logprob_diff": diff}
+        set_advantages(batch, targets)  # for the page of an episode
+        return compute_metrics(targets, steps) | {"sampler_logprob_diff": diff}
 
     def score_behaviour_policy(self, batch, minibatches) -> Scores:
         """Line 3: one forward pass gives the old log-probs, V_old and Q_old. With --old_logprobs
@@ -97,7 +106,7 @@ class Learner:
         if self.config.old_logprobs == "rollout":
             r_max = self.lm.r_max
             return Scores(batch.logp, None, batch.v / r_max, batch.q / r_max)
-        old = score_all(self.lm, minibatches, "old_logprobs")  # SAPO: no second model is run
+        old = score_all(self.lm, minibatches, "old_logprobs")  # SAPO: no critic is run
         self.clock.record("old_logprobs")
         return old
 
@@ -105,19 +114,22 @@ class Learner:
         """The mean |log-prob of the sampler - log-prob of a forward pass| over all ranks' response
         tokens. With --old_logprobs rollout it is measured on a rank's last micro-batch alone."""
         logp, sampled = old.logp, batch.logp
-        if self.config.old_logprobs == "rollout":
-            last = [micro for minibatch in minibatches for micro in minibatch][-1:]
-            logp = score_all(self.lm, [last], "old_logprobs").logp
-            sampled = torch.cat([sampled[micro.tokens] for micro in last] or [sampled])
+        micros = [micro for minibatch in minibatches for micro in minibatch]
+        if self.config.old_logprobs == "rollout" and micros:  # a rank may have none
+            logp = score_all(self.lm, [micros[-1:]], "old_logprobs").logp
+            sampled = sampled[micros[-1].tokens]
         difference = (logp - sampled).abs().double().sum().item()
         sums = all_gather_list([(difference, len(sampled))])
         self.clock.record("old_logprobs")
         return sum(x for x, _ in sums) / max(1, sum(n for _, n in sums))
 
     def score_reference(self, minibatches) -> torch.Tensor | None:
-        """The log-probs (M,) of the model that training started from; None where beta is 0."""
+        """The log-probs (M,) of the model that training started from; None where beta is 0.
+        ValueError: this learner was made with beta = 0, so it has no reference."""
         if not self.config.beta:
             return None
+        if self.reference is None:
+            raise ValueError("the learner was made with beta 0, so it has no reference for the KL")
         logp = score_all(self.reference, minibatches, "reference").logp
         self.clock.record("ref")
         return logp
@@ -155,16 +167,18 @@ class Learner:
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         """Line 6: the forward pass and Eq. 12 of a micro-batch -> (loss, info). n_tokens and
         n_turns are the denominators, over all ranks' micro-batches of the mini-batch."""
-        c, m, n = self.config, micro.tokens, micro.turns
+        c, tokens, turns = self.config, micro.tokens, micro.turns  # two slices
         return sapo_loss(
-            *self.lm.score(micro), logp_old=old.logp[m], adv=targets.adv[m],
-            logp_ref=None if ref is None else ref[m], p_v_old=old.p_v[n], p_q_old=old.p_q[n],
-            y_v=targets.y_v[n], y_q=targets.y_q[n], clip=c.clip, clip_v=c.clip, clip_q=c.clip,
-            c_v=c.c_v, c_q=c.c_q, beta=c.beta, c_h=c.c_h, tokens=n_tokens, turns=n_turns)
+            *self.lm.score(micro), logp_old=old.logp[tokens], adv=targets.adv[tokens],
+            logp_ref=None if ref is None else ref[tokens],
+            p_v_old=old.p_v[turns], p_q_old=old.p_q[turns],
+            y_v=targets.y_v[turns], y_q=targets.y_q[turns],
+            clip=c.clip, clip_v=c.clip, clip_q=c.clip, c_v=c.c_v, c_q=c.c_q, beta=c.beta,
+            c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
     def lr_factor(self, iteration: int) -> float:
-        """What the learning rate of the next step is multiplied by: a linear warmup over the first
-        steps, which are large in Adam, times a linear decay over the iterations."""
+        """What the learning rate of the next step is multiplied by: a linear warmup, because Adam's
+        first steps are large, times a linear decay over the iterations."""
         c = self.config
         warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))
         decay = 1 - (1 - c.lr_final_fraction) * min(iteration, c.iterations) / c.iterations
@@ -186,9 +200,12 @@ class Learner:
 
     def restore(self, folder: Path) -> None:
         """Loads what `save` wrote, on any number of ranks. ValueError, OSError: it is incomplete,
-        or the reference of its KL term is another model than this learner's."""
-        if not (folder / "sapo.json").is_file():  # `load` would reserve new w+ and w- then
-            raise ValueError(f"{folder} lacks sapo.json")
+        it has another w+ and w-, or its KL term has another reference than this learner's."""
+        value_ids = read_json(folder / "sapo.json").get("value_ids")
+        if value_ids != [*self.lm.value_ids]:
+            raise ValueError(f"{folder} lacks sapo.json" if value_ids is None else
+                             f"{folder} has the value tokens {value_ids}, and this model has "
+                             f"{[*self.lm.value_ids]}")
         shards = load_shards(self.optimizer, folder, "learner")
         self.steps, began_with = shards[0]["steps"], shards[0]["reference"]
         if self.reference and began_with != fingerprint(self.reference.model):
@@ -265,11 +282,11 @@ def accumulate_gradients(model, micros, gradient_checkpointing, loss_of):
             loss.backward()
             infos.append(info | {"loss": loss.detach()})
     finally:
+        model.eval()
         for hook in hooks:
             hook.remove()
     for p, gradient in total.items():
         p.grad = gradient
-    model.eval()
     return infos
 
 
@@ -280,7 +297,8 @@ def optimizer_step(model, optimizer, infos, lr):
     ValueError: this was the last of MAX_FAILED_STEPS such steps in a row."""
     trained = trainable_parameters(model)
     for p in trained:
-        p.grad = torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
+        if p.grad is None:  # grad_dtype: float32, unless AdamW keeps its state in 16 bits
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     all_reduce_sum([p.grad for p in trained])
     norm = float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP))
     values = [torch.stack([*info.values()]) for info in infos]
@@ -326,13 +344,20 @@ class RolloutBatch:
         self.turn_of = torch.arange(len(turns)).repeat_interleave(lengths).to(device)  # (M,)
 
 
-def make_samples(turns: list[Turn], context: str) -> list:
-    """Turns, in order -> training samples [(ids, [(start, end), ...], turns)], with the spans of
-    the responses: one sample per turn in `window`, one per trajectory in `full`."""
+class Sample(NamedTuple):
+    """A sequence to train on: one turn in `window`, one trajectory in `full`."""
+
+    ids: list
+    spans: list  # (start, end) of each response
+    turns: list
+
+
+def make_samples(turns: list[Turn], context: str) -> list[Sample]:
+    """Turns, in order -> samples. ValueError: a turn was changed, or in `full` one is missing."""
     samples = []
     for turn in turns:
-        if context == "window" or not samples or turn.traj != samples[-1][2][-1].traj:
-            samples.append(([], [], []))
+        if context == "window" or not samples or turn.traj != samples[-1].turns[-1].traj:
+            samples.append(Sample([], [], []))
         ids, spans, members = samples[-1]
         if len(turn.logp) != len(turn.action_ids):
             raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
@@ -352,10 +377,10 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
     mini_batch) mini-batches of nearly equal size (fewer if one sample has more turns than that
     size). Returns this rank's turns, and for each mini-batch the list of this rank's
     micro-batches (model.Batch), which may be empty."""
-    samples = [((sample[2][0].traj, sample[2][0].turn), sample)
-               for sample in make_samples(turns, config.context)]
-    mine = dict(samples)
-    sizes = all_gather_list([(key, len(members)) for key, (*_, members) in samples])
+    mine = [((sample.turns[0].traj, sample.turns[0].turn), sample)
+            for sample in make_samples(turns, config.context)]
+    sizes = all_gather_list([(key, len(sample.turns)) for key, sample in mine])
+    mine = dict(mine)
     if len(dict(sizes)) < len(sizes):
         raise ValueError("two turns have the same trajectory number and index: give every rollout "
                          "of an update, and every rank, other numbers with rollout(..., trajs=)")
@@ -366,16 +391,18 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
     order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
     sizes = np.array(sizes)[order]
     count = -(-sizes.sum() // config.mini_batch)
-    # (samples,) the mini-batch of each; equal sizes, because a small last step would be noisy
-    minibatch_of = (sizes.cumsum() - sizes) * count // sizes.sum()
+    # (samples,) the mini-batch of each. Turn number i of n goes to mini-batch i * count // n, so
+    # that they have equal sizes, because a small last step would be noisy
+    first_turn = sizes.cumsum() - sizes
+    minibatch_of = first_turn * count // sizes.sum()
     minibatches, ordered, m = [], [], 0  # m: response tokens so far
     for number in np.unique(minibatch_of):
         minibatches.append([])
         samples = [mine[keys[i]] for i in order[minibatch_of == number] if keys[i] in mine]
         for group in micro_batches(samples, config.tokens_per_micro_batch):
-            micro = make_batch([(ids, spans) for ids, spans, _ in group]).to(device)
+            micro = make_batch([(sample.ids, sample.spans) for sample in group]).to(device)
             n = len(ordered)
-            ordered += [turn for *_, members in group for turn in members]
+            ordered += [turn for sample in group for turn in sample.turns]
             micro = micro._replace(tokens=slice(m, m + len(micro.turn_of)),
                                    turns=slice(n, len(ordered)))
             m = micro.tokens.stop
@@ -395,18 +422,22 @@ def shown(minibatches, label: str) -> Iterator[list]:
 @torch.no_grad()
 def score_all(lm: ActorCritic, minibatches, label: str) -> Scores:
     """One forward pass over every micro-batch, concatenated. `label` names the progress bar."""
-    parts = [Scores(*torch.zeros(4, 0, device=lm.device))]  # a rank may have no turns
-    micros = [[micro] for minibatch in minibatches for micro in minibatch]
-    parts += [lm.score(micro) for micro, in shown(micros, label)]
+    none = torch.zeros(0, device=lm.device)
+    parts = [Scores(none, none, none, none)]  # a rank may have no turns
+    for minibatch in shown(minibatches, label):
+        parts += [lm.score(micro) for micro in minibatch]
     return Scores(*map(torch.cat, zip(*parts)))
 
 
-def compute_metrics(batch: RolloutBatch, targets: Targets, steps: list[dict]) -> dict:
-    """The metrics of an update, over all ranks, under the names of `Run.log`. It also gives every
-    turn its advantage, for the page of an episode: the mean over its tokens."""
+def set_advantages(batch: RolloutBatch, targets: Targets) -> None:
+    """Gives every turn its normalized advantage, the mean over its tokens."""
     sums = torch.zeros_like(batch.reward).index_add(0, batch.turn_of, targets.adv)
     for turn, advantage in zip(batch.turns, (sums / batch.turn_of.bincount()).tolist()):
         turn.advantage = advantage
+
+
+def compute_metrics(targets: Targets, steps: list[dict]) -> dict:
+    """The metrics of an update, over all ranks, under the names of `Run.log`."""
     rows = zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())
     returns, v, q = map(torch.tensor, zip(*all_gather_list([*rows])))
     metrics = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
@@ -543,16 +574,16 @@ def settings(**given) -> Config:
         stored = RunDir(chosen.out).settings()
         stored = {name: stored[name] for name in vars(chosen) if name in stored}
         other = [name for name, value in as_json(given).items()
-                 if name not in RESUME_MUTABLE and value != stored[name]]
+                 if name not in RESUME_MUTABLE and value != stored.get(name)]
         if other:
-            was = "; ".join(f"--{name} was {stored[name]}" for name in other)
+            was = "; ".join(f"--{name} was {stored.get(name)}" for name in other)
             raise ValueError(f"--resume: {chosen.out} was started with different settings ({was})")
-        return Config(**stored | given)
+        return Config(**(stored | given))
     recommended = (envs.env_class(chosen.env).settings | learner_class(chosen.algo).settings
                    | recommended_settings(chosen.model, chosen.env))
     if chosen.context == "full":
         recommended.pop("max_prompt", None)  # a prompt's limit is not a conversation's
-    return Config(**recommended | given)
+    return Config(**(recommended | given))
 
 
 def filled(c: Config) -> Config:
@@ -585,6 +616,7 @@ def parse_config(argv: list[str] = ()) -> Config:
     given = vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv))
     first = {name: given[name] for name in ("env", "model", "algo", "context") if name in given}
     if "out" not in given:
+        # the folder's name has the flags that differ from these, --context full among them
         defaults = vars(filled(settings(**first))) | {"context": Config.context}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
     # alone, --resume needs a run; with other flags, it starts the run if there is none yet
@@ -614,11 +646,12 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
     iteration where the loop was stopped; else evaluates again, and writes final weights and
     reports. With config.out = None it writes nothing.
 
-    No setting exists twice: a model that is given has its own R_max and tau_v, a pool its
-    environment and options, and a learner that is given gets this config."""
+    No setting exists twice. A model's own R_max and tau_v hold, and a given pool's environment and
+    options; a given learner gets this config."""
     if pool:
+        name = envs.name_of(pool.env)
         known = {name: x for name, x in pool.options.items() if hasattr(config, name)}
-        config = dataclasses.replace(config, env=pool.env, **known)
+        config = dataclasses.replace(config, env=name if name in envs.ENVS else pool.env, **known)
     config = filled(config)
     if config.wandb and not config.out:
         raise ValueError("--wandb needs --out, the folder of the run")
@@ -629,10 +662,13 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
         pool = pool or stack.enter_context(contextlib.closing(envs.Pool(
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         task_ids = envs.tasks(pool.env, "train", **pool.options)
-        envs.tasks(pool.env, pool.env.held_out[0], **pool.options)  # whether data is missing
+        envs.tasks(pool.env, pool.env.held_out[0], **pool.options)  # raises now if there are none
         checkpoint = folder and folder.newest_checkpoint()
         wandb = init_wandb(config, folder) if config.wandb and rank() == 0 else None
-        lm = learner.lm if learner else lm or load_initial_model(config, pool, task_ids[0])
+        if learner:
+            lm = learner.lm
+        elif not lm:
+            lm = load_initial_model(config, pool, task_ids[0])
         lm = apply_speed_and_memory_settings(lm, config)
         config = dataclasses.replace(config, r_max=lm.r_max, tau_v=lm.tau_v)
         # allocates all that training keeps, so that a lack of memory shows before the evaluation
@@ -731,8 +767,8 @@ class Run:
         learner.clock.take()
 
     # ---- in the order of the loop
-    def begin(self, iteration: int) -> None:
-        """Sets the counters of an iteration to 0."""
+    def begin_rollout(self) -> None:
+        """Sets the counters of a rollout to 0."""
         self.pool.seconds = 0.0
         self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
         self.in_rollout = True
@@ -814,7 +850,7 @@ class Run:
         held_out                           with --eval_every: success on held-out games, T = 0.4
         time_*                             seconds on rank 0: rollout (of which env: waiting for
                                            games), old_logprobs, ref, update, held_out; save, of the
-                                           iteration before; total, of all but env
+                                           iteration before; total, the sum of these without env
         """
         config, sampler = self.config, self.sampler
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
@@ -931,8 +967,8 @@ class Run:
 def rollout_metrics(turns, lm, categories, episodes) -> dict:
     """The metrics of an iteration's episodes, over all ranks, under the names of `Run.log`. An
     episode whose first prompt did not fit has no turn and counts as lost."""
-    averaged = "won", "score", "truncated", "context_overflow"
-    names = *averaged, "category", "done", "invalid", "admissible"
+    averaged = ("won", "score", "truncated", "context_overflow")
+    names = (*averaged, "category", "done", "invalid", "admissible")
     rows = all_gather_list([{name: getattr(turn, name) for name in names}
                             | {"response_truncated": not lm.stopped(turn.action_ids)}
                             for turn in turns])
