@@ -5,7 +5,7 @@
     sample_token        draws a token with one uniform random number
     ActorCritic         a Hugging Face model, its chat format and its two reserved tokens; `score`
                         is one forward pass over a Batch: log-probs, entropy, readouts of V and Q
-    Chat                text -> the token ids of a conversation, by the model's chat template
+    Chat                messages -> the token ids of a conversation, by the model's chat template
     load, actor_critic  from a hub id, folder or bare name; from a model that is loaded already
 
 A training sample is a token sequence with one or more turns, and a turn is the span [start, end) of
@@ -15,8 +15,10 @@ Shapes: B sequences, T tokens, M response tokens, N turns, W vocabulary size, D 
     python model.py [--model NAME]       prints a model's reserved tokens, and V and Q of a turn
 """
 import contextlib
+import datetime
 import functools
 import json
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from runtime.attention import replace_attention
+
+log = logging.getLogger("sapo")
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -311,56 +315,153 @@ class ActorCritic:
 
 # ------------------------------------------------------------------------------- the chat format
 
+# what the system message says of tools, where a template doesn't
+TOOLS = """You can call functions. Each of these lines describes one:
+<tools>
+{schemas}
+</tools>"""
+CALLS = """To call a function, write its name and arguments as JSON in this form, and in no other:
+<tool_call>
+{"name": NAME, "arguments": {ARGUMENT: VALUE, ...}}
+</tool_call>"""
+
+
+def check_messages(messages, before=()) -> None:
+    """ValueError: these are no messages of a system, a user or tools, such as can follow `before`,
+    the token ids of the conversation so far."""
+    form = 'messages are a list of {"role": "system", "user" or "tool", "content": text}'
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{form}, with one or more of them; these are {messages!r:.80}")
+    for message in messages:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ValueError(f"{form}; one of these is {message!r:.80}")
+        if message["role"] == "assistant":
+            raise ValueError(f"{form}; \"assistant\" is the model itself, which only responds")
+        if message["role"] not in ("system", "user", "tool"):
+            raise ValueError(f"{form}; one of these has the role {message['role']!r:.40}")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"{form}; one of these has the content {message['content']!r:.80}")
+    if any(message["role"] == "system" for message in (messages if before else messages[1:])):
+        raise ValueError("a system message is only possible at the start of a conversation")
+
+
+class Layout(NamedTuple):
+    """What a template makes of messages, apart from their contents."""
+
+    texts: list  # the template's texts before, between and after the contents
+    forms: list  # functions that bring the contents into the form in which it writes them
+
+
 class Chat:
-    """Converts text into the token ids of a conversation, by the tokenizer's chat template.
-    ValueError: the tokenizer has no suitable template."""
+    """Converts messages into the token ids of a conversation, by the tokenizer's chat template.
+    `date` is what the template takes for today (default: the day on which this is made); it can be
+    set later. ValueError: the tokenizer has no suitable template."""
 
-    USER, RESPONSE = "@user@", "@response@"  # stand for messages
+    # how templates write a content: as it is, without blanks around it, within a JSON string
+    FORMS = (str, str.strip, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, date: str | None = None):
         self.tokenizer = tokenizer
+        self.date = date or datetime.date.today().isoformat()
+        self.layouts = {}  # because rendering the template in every turn would be slow
+        self.lacks_tool_role = False
+        roles = "user", "assistant", "user", "assistant", "user"
         try:
-            text = self.render(self.USER, self.RESPONSE, self.USER)
+            self.render([{"role": role, "content": "-"} for role in roles[:3]])
         except Exception as error:  # there is no template, or it fails in a way of its own
             raise ValueError("the chat template fails with messages of user, assistant and user: "
                              f"{error}") from None
         if not tokenizer.is_fast:
             raise ValueError("this is not one of transformers' fast tokenizers")
-        if (text.count(self.USER), text.count(self.RESPONSE)) != (2, 1):
+        layout = self.layout(*roles)
+        if not layout:
             raise ValueError("the chat template drops or repeats messages: choose an instruct "
                              "model whose template keeps all of them")
-        # the parts around a message, because rendering the template in every turn would be slow
-        self.begin, self.end = self.render(self.USER).split(self.USER)
-        self.between = text.partition(self.RESPONSE)[2].split(self.USER)[0]
-        if self.between.lstrip().startswith(tuple(
-                token.content for token in tokenizer.added_tokens_decoder.values())):
-            self.between = self.between.lstrip()  # a model ends its response without the blank
-        header = text.partition(self.USER)[2].partition(self.RESPONSE)[0].partition("<think>")[0]
-        without = self.render(self.USER, begin_response=False)
-        if without == self.begin + self.USER + self.end and not self.end.startswith(
-                header.rstrip()):
+        _, header, between, *later, _ = layout.texts
+        # whether a conversation can grow; not so if the template numbers its messages, for example
+        self.appends = later == [header, between]
+        self.begin, self.end = self.layout("user").texts
+        self.between = self.after_response(between)
+        header = header.partition("<think>")[0]
+        without = self.layout("user", begin_response=False)
+        if without.texts == [self.begin, self.end] and not self.end.startswith(header.rstrip()):
             raise ValueError("the chat template ignores add_generation_prompt, so nothing would "
                              "tell the model that its response begins")
         self.protect(())
         # some templates begin the response themselves, as with "<think>\n"
-        prefix = re.search(r"<think>(?!.*<think>).*", self.end, re.S)
-        self.response_prefix = prefix[0] if prefix and not self.control.search(prefix[0]) else ""
+        self.response_prefix = self.find_response_prefix(self.end)
 
-    def render(self, *contents: str, begin_response: bool = True) -> str:
-        """Messages of user and assistant in turn -> text, up to where the next response begins."""
-        roles = ("user", "assistant") * len(contents)
+    def render(self, messages: list, tools=None, begin_response: bool = True) -> str:
+        """Messages, of the assistant too -> text, up to where the next response begins."""
+        template = self.tokenizer.get_chat_template(tools=tools)
+        today = datetime.date.fromisoformat(self.date)
+        # transformers passes no function to a template, so what strftime_now("%d %b %Y") returns is
+        # written in its place
+        template = re.sub(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""",
+                          lambda call: today.strftime(call[1]), template)
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, tokenize=False,
+            add_generation_prompt=begin_response)
+
+    def layout(self, *roles: str, tools=None, begin_response: bool = True) -> Layout | None:
+        """The Layout of messages of these roles; None if the template fails with them, or drops,
+        repeats or reorders contents. Those that it gets here show in what form it writes them."""
+        contents = [f"@{i}@" if role == "assistant" else f'\t@{i}"\n@\t'
+                    for i, role in enumerate(roles)]
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents)]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                  add_generation_prompt=begin_response)
+        try:
+            rest = whole = self.render(messages, tools, begin_response)
+        except Exception:  # of any kind: a template raises what it likes
+            return None
+        layout = Layout([], [])
+        for content in contents:
+            form = next((f for f in self.FORMS if whole.count(f(content)) == 1), None)
+            if not form or form(content) not in rest:
+                return None
+            text, _, rest = rest.partition(form(content))
+            layout.texts.append(text)
+            layout.forms.append(form)
+        layout.texts.append(rest)
+        return layout
+
+    def next_layout(self, roles: tuple, continues: bool, tools=None) -> Layout | None:
+        """The Layout of messages of these roles at the start of a conversation, or after a
+        response; None if the template cannot write them, or not in each turn alike."""
+        key = roles, continues, json.dumps(tools), self.date
+        if key not in self.layouts:
+            turn = ("assistant", *roles)
+            layout = self.layout(*("user", *turn, *turn) if continues else roles, tools=tools)
+            if layout and continues:
+                first, second = layout.texts[2:len(roles) + 2], layout.texts[-len(roles) - 1:]
+                alike = first == second[:-1]
+                second[0] = self.after_response(second[0])
+                layout = Layout(second, layout.forms[-len(roles):]) if alike else None
+            if layout and self.find_response_prefix(layout.texts[-1]) != self.response_prefix:
+                layout = None
+            self.layouts[key] = layout
+        return self.layouts[key]
+
+    def after_response(self, text: str) -> str:
+        """The template's text after a response, as it follows what a model has written: a model
+        ends its response without a blank."""
+        control = tuple(x.content for x in self.tokenizer.added_tokens_decoder.values())
+        return text.lstrip() if text.lstrip().startswith(control) else text
+
+    def find_response_prefix(self, text: str) -> str:
+        """The beginning of a response in the template's last text, such as "<think>\n"; or ""."""
+        prefix = re.search(r"<think>(?!.*<think>).*", text, re.S)
+        return prefix[0] if prefix and not self.control.search(prefix[0]) else ""
 
     def protect(self, ids) -> None:
         """From now on, `encode` produces no control token from the text that it is given: no
-        special token, and no added token that is in `ids` or in the template. The tags of thoughts
-        and actions stay as they are."""
-        added = self.tokenizer.added_tokens_decoder
-        ids = {*ids, *self.template_ids(self.begin + self.between + self.end)}
+        special token, and no added token that is in `ids` or in the template. The tags of thoughts,
+        actions and calls stay as they are."""
+        added, text = self.tokenizer.added_tokens_decoder, self.begin + self.between + self.end
+        tool = self.layout("user", "assistant", "tool")
+        text += "".join(tool.texts) if tool else ""
+        ids = {*ids, *self.template_ids(text)}
         names = {token.content for i, token in added.items() if token.special or i in ids}
-        names -= {"<think>", "</think>", "<action>", "</action>"}
+        names -= {f"<{end}{tag}>" for end in ("", "/") for tag in ("think", "action", "tool_call")}
         rests = {}  # first letter: the rests of the names; a match takes the first letter only
         for name in sorted(name for name in names if len(name) > 1):
             rests.setdefault(name[0], []).append(re.escape(name[1:]))
@@ -374,26 +475,77 @@ class Chat:
         backend.no_padding()
         return backend.encode(text, add_special_tokens=False).ids
 
-    def encode(self, text: str, begin: str = "", end: str = "") -> list[int]:
-        """The token ids of a text that is not ours, between two parts of the template. Where it
-        spells a control token, such as <|im_end|>, it is split after the first letter and encoded
-        in two parts. So no game can end the user's message and speak as somebody else."""
-        splits = [len(begin) + m.end() for m in self.control.finditer(text)]
-        text, ids = begin + text + end, []
-        for start, stop in zip([0, *splits], [*splits, len(text)]):
-            ids += self.template_ids(text[start:stop])
+    def encode(self, *contents: str, texts=("", "")) -> list[int]:
+        """The token ids of contents that are not ours, with the template's `texts` before, between
+        and after them. Where a content spells a control token, such as <|im_end|>, it is split
+        after the first letter and encoded in two parts. So no game can end the user's message and
+        speak as somebody else."""
+        whole, splits, ids = texts[0], [], []
+        for content, text in zip(contents, texts[1:]):
+            splits += [len(whole) + m.end() for m in self.control.finditer(content)]
+            whole += content + text
+        for start, stop in zip([0, *splits], [*splits, len(whole)]):
+            ids += self.template_ids(whole[start:stop])
         return ids
 
     def end_of_turn_id(self) -> int:
         """The token that ends the assistant's message: the first one between a response and the
         next user message."""
-        return self.encode("-", self.between, self.end)[0]
+        return self.encode("-", texts=(self.between, self.end))[0]
 
     def encode_user_turn(self, text: str, before=()) -> list[int]:
-        """The token ids of a user message, up to where the response begins. `before`: those of the
-        conversation so far; if it ends with the end-of-turn token, that is not repeated."""
-        ids = self.encode(text.strip(), self.between if before else self.begin, self.end)
+        """encode_messages for one message of the user."""
+        return self.encode_messages([{"role": "user", "content": text}], before)
+
+    def encode_messages(self, messages: list, before=(), tools=None) -> list[int]:
+        """The token ids of the messages since the last response, [{"role": "system", "user" or
+        "tool", "content": text}, ...], up to where the next response begins. `before`: those of the
+        conversation so far; if it ends with the end-of-turn token, that is not repeated. `tools`:
+        JSON schemas of functions that can be called, which are shown at the start.
+
+        If the template has no place for messages of these roles, for example for what a tool
+        returned, they become one message of the user. ValueError: see check_messages; or the
+        template is such that nothing can be appended."""
+        check_messages(messages, before)
+        tools = None if before else tools
+        if tools:
+            messages, tools = self.show_tools(messages, tools)
+        roles = tuple(message["role"] for message in messages)
+        # blanks around what a tool returned can mean something
+        contents = [message["content"] if message["role"] == "tool" else message["content"].strip()
+                    for message in messages]
+        layout = self.next_layout(roles, bool(before), tools)
+        if not layout:
+            if "tool" in roles and not self.lacks_tool_role:
+                self.lacks_tool_role = True
+                log.warning("the chat template has no role for what a tool returned, or none that "
+                            "is the same in every turn: the model gets it as a user's message")
+            contents = ["\n\n".join(content for content in contents if content).strip()]
+            layout = self.next_layout(("user",), bool(before), tools)
+        if not layout:
+            raise ValueError("the chat template writes a message in another way when others came "
+                             "before it, so a conversation cannot grow token by token: use "
+                             "--context window")
+        contents = [form(content) for form, content in zip(layout.forms, contents)]
+        ids = self.encode(*contents, texts=layout.texts)
         return ids[1:] if before and ids[0] == before[-1] else ids
+
+    def show_tools(self, messages: list, tools: list) -> tuple:
+        """The messages at the start of a conversation, and JSON schemas of tools -> the messages,
+        with what the template does not say of tools in the system message, and the schemas if the
+        template shows them, else None. Calls are <tool_call> with JSON for every model."""
+        without, shown = (self.next_layout(("user",), False, x) for x in (None, tools))
+        if shown and re.search(r'<tool_call>\s*{[^{}]*"arguments"', "".join(shown.texts)):
+            return messages, tools
+        system = CALLS
+        if shown in (without, None):  # the template has no place for tools
+            schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            system = TOOLS.replace("{schemas}", schemas) + "\n\n" + CALLS
+            tools = None
+        if messages[0]["role"] == "system":
+            system = messages[0]["content"].strip() + "\n\n" + system
+            messages = messages[1:]
+        return [{"role": "system", "content": system}, *messages], tools
 
 
 # ----------------------------------------------------------------------------- loading and saving
