@@ -392,6 +392,13 @@ class Chat:
         ids = self.encode(text.strip(), self.between if before else self.begin, self.end)
         return ids[1:] if before and ids[0] == before[-1] else ids
 
+    def encode_messages(self, messages, before=(), tools=None) -> list[int]:
+        """A stand-in: all messages, and the tools, as one message of the user."""
+        texts = [json.dumps(tool) for tool in tools or () if not before]
+        texts += [m["content"] if m["role"] == "user" else f"{m['role']}: {m['content']}"
+                  for m in messages]
+        return self.encode_user_turn("\n\n".join(texts), before)
+
 
 # ----------------------------------------------------------------------------- loading and saving
 
