@@ -6,10 +6,10 @@
     obs, reward, terminated, truncated, info = env.step(action)      as in Gymnasium
     env.expert()                   a list of commands that wins from here, or None
 
-info has admissible (a list of commands), task (a sentence), category, won (bool) and score (0 to
-1). The step that wins gets the reward REWARD, every other step 0. An action that the environment
-cannot use is never an exception: the answer is "Nothing happens.", or in the shop the same page
-again. Each environment wraps a game of simulators/:
+`Env` says what an environment is, and `ToolEnv` is one whose actions are calls of tools. Here are
+three, of which each wraps a game of simulators/. They list the commands that work now; the step
+that wins gets the reward REWARD, every other step 0; an action that they cannot use is answered by
+"Nothing happens.", or in the shop by the same page again.
 
 - `house` is a small version of ALFWorld in plain Python, with the same commands and task types.
 - `alfworld` is the original: the alfworld package's TextWorld engine, with the games in
@@ -22,14 +22,17 @@ framework), but are worded differently. A Pool plays many games side by side in 
     python envs.py [--env alfworld|webshop --data DIR]                  play an episode yourself
 """
 import argparse
+import functools
 import inspect
+import json
 import os
 import pkgutil
 import re
 import sys
+import types
 
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import WorkerPool, as_python, processes_per_rank
+from runtime.workers import EnvWorker, WorkerPool, as_python, obs_text, processes_per_rank
 from simulators.house import NOTHING, Room, task_ids
 from simulators.textworld import Engine, alfworld_root, game_folders
 
@@ -46,15 +49,15 @@ ROLE = "You live in a text world and solve one task in it by typing commands."
 HOUSEHOLD = ROLE.replace("one task", "one household task")
 ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, "
           "and nothing else, inside <action> </action>.")
-FIRST = "{role}\n{obs}\n\nCommands that work now: [{commands}].\n\n{answer}"
+WITHOUT_COMMANDS = ANSWER.replace("one of the commands", "your action")
+FIRST = "{role}\n{obs}"
 LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n"
-         "{history}\nStep {now}. What you see: {obs}\n\nCommands that work now: [{commands}].\n\n"
-         "{answer}")
+         "{history}\nStep {now}. What you see: {obs}")
 PAST = "What you saw: {obs}\nWhat you did: {action}"
+COMMANDS = "Commands that work now: [{commands}]."
+ALWAYS = "These commands always work: [{commands}]."
+OTHERS = "Other commands that work now: [{commands}]."
 SAME_WAY = " Answer every later message in the same way."
-FULL_FIRST = ("{role}\n{obs}\n\nThese commands always work: [{always}].\nOther commands that work "
-              "now: [{commands}].\n\n{answer}" + SAME_WAY)
-FULL_LATER = "{obs}\n\nOther commands that work now: [{commands}]."
 
 
 def quoted(commands):
@@ -62,17 +65,38 @@ def quoted(commands):
     return ", ".join(f"'{c}'" for c in commands if c != "help")
 
 
+def paragraphs(*texts):
+    return "\n\n".join(text for text in texts if text).strip()
+
+
+def user_message(text):
+    return [{"role": "user", "content": text}]
+
+
+def action_text(action):
+    """An action as it is written into text."""
+    return action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
+
+
+def depth(value):
+    """How deeply lists and dicts are nested in it."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(depth, parts), default=0)
+
+
 class PromptBuilder:
-    """Records what the agent has seen in one game, and makes the model's prompts of it."""
+    """Records what the agent has seen in one game, and makes the model's messages of it. Chat
+    messages of the environment are passed on as they are; an observation that is text becomes one
+    message of the user, with what this class adds to it."""
 
-    first, later = FIRST, LATER
-    full_first = FIRST + SAME_WAY
-    full_later = "{obs}\n\nCommands that work now: [{commands}]."
-    works_always = ()  # prefixes of commands that --context full lists only once
+    first, later, listing = FIRST, LATER, COMMANDS
 
-    def __init__(self, obs, info, role=ROLE):
-        self.obs, self.info, self.role, self.history = obs, info, role, []
-        self.always = [c for c in info["admissible"] if c.startswith(self.works_always)]
+    def __init__(self, obs, info, role=ROLE, instruction=None, system=None):
+        self.obs, self.info, self.history = obs, info, []
+        self.system = [{"role": "system", "content": system}] if system else []  # messages
+        self.role, self.instruction = role, instruction
+        if instruction is None:
+            self.instruction = WITHOUT_COMMANDS if info["admissible"] is None else ANSWER
 
     def record(self, action, obs, info):
         """Records a turn: the environment answered `action` with `obs` and `info`."""
@@ -80,59 +104,84 @@ class PromptBuilder:
         self.obs, self.info = obs, info
 
     def format_obs(self, obs):
+        """An observation as prompts show it. ValueError: it is not text."""
+        if not isinstance(obs, str):
+            raise ValueError("observations that are chat messages need one growing conversation, "
+                             '--context full: set context = "full" in the environment')
         return obs.strip()
 
-    def accepts(self, action):
-        """Whether the game can use this action now."""
-        return action in self.info["admissible"]
+    def accepts(self, action, valid):
+        """Whether the game can use this action now: any valid one, if it lists no commands."""
+        commands = self.info["admissible"]
+        return valid if commands is None else action in commands
 
-    def fields(self, commands):
+    def fields(self):
         """The fields of this turn's prompt."""
-        return {"role": self.role, "answer": ANSWER, "task": self.info["task"],
-                "obs": self.format_obs(self.obs), "commands": quoted(commands),
-                "always": quoted(self.always)}
+        return {"role": self.role, "task": self.info["task"], "obs": self.format_obs(self.obs)}
+
+    def commands(self, context):
+        """The paragraph that lists the commands."""
+        commands = self.info["admissible"]
+        return "" if commands is None else self.listing.format(commands=quoted(commands))
 
     def window_prompt(self, k=2):
         """--context window: one message, rebuilt every turn, with the last k turns of the past."""
-        fields, n = self.fields(self.info["admissible"]), len(self.history)
-        if n == 0:
-            return self.first.format(**fields)
-        past = [PAST.format(obs=self.format_obs(obs), action=action)
+        n = len(self.history)
+        past = [PAST.format(obs=self.format_obs(obs), action=action_text(action))
                 for obs, action in self.history[max(0, n - k):]]
-        return self.later.format(**fields, steps=n, history="\n".join(past), now=n + 1)
-
-    def prompts(self, context, history):
-        """The prompts that a turn may use, from the longest to the shortest."""
-        if context == "full":
-            return [self.full_prompt()]
-        return (self.window_prompt(k) for k in range(history, -1, -1))
+        text = (self.later if n else self.first).format(
+            **self.fields(), steps=n, history="\n".join(past), now=n + 1)
+        return paragraphs(text, self.commands("window"), self.instruction)
 
     def full_prompt(self):
         """--context full: what is new in this turn. The first message also has what holds for all
         turns."""
-        fields = self.fields(c for c in self.info["admissible"] if c not in self.always)
-        return (self.full_later if self.history else self.full_first).format(**fields)
+        if self.history:
+            return paragraphs(self.format_obs(self.obs), self.commands("full"))
+        instruction = self.instruction and self.instruction + SAME_WAY
+        return paragraphs(self.first.format(**self.fields()), self.commands("full"), instruction)
+
+    def messages(self, context, history):
+        """The lists of chat messages that a turn may send, from the longest to the shortest. In
+        "window" every list is a whole conversation."""
+        system = self.system if context == "window" or not self.history else []
+        if context == "full" and not isinstance(self.obs, str):
+            yield system + self.obs
+        elif context == "full":
+            yield system + user_message(self.full_prompt())
+        else:
+            for k in range(history, -1, -1):
+                yield system + user_message(self.window_prompt(k))
 
 
 class HouseholdPrompts(PromptBuilder):
-    full_first, full_later = FULL_FIRST, FULL_LATER
-    works_always = "go to ", "inventory", "look"  # even to where one is already
+    """In a conversation, the commands that always work are listed only once."""
+
+    def __init__(self, obs, info, *texts):
+        super().__init__(obs, info, *texts)
+        always = "go to ", "inventory", "look"  # even to where one is already
+        self.always = [c for c in info["admissible"] if c.startswith(always)]
+
+    def commands(self, context):
+        if context == "window":
+            return super().commands(context)
+        others = [c for c in self.info["admissible"] if c not in self.always]
+        others = OTHERS.format(commands=quoted(others))
+        always = ALWAYS.format(commands=quoted(self.always))
+        return others if self.history else f"{always}\n{others}"
 
 
 class ShopPrompts(PromptBuilder):
     """Prompts of the shop, whose pages repeat the task; it is removed from them."""
 
-    first = ("{role} Your task is to: {task}\nWhat you see: {obs}\n\nCommands on this page: "
-             "[{commands}].\n\n{answer}")
-    later = LATER.replace("Commands that work now", "Commands on this page")
-    full_first = first + SAME_WAY
-    full_later = "{obs}\n\nCommands on this page: [{commands}]."
+    first = "{role} Your task is to: {task}\nWhat you see: {obs}"
+    listing = COMMANDS.replace("that work now", "on this page")
 
     def format_obs(self, obs):
         page = obs.split(f" [SEP] {self.info['task'].strip()} [SEP] ", 1)[-1]
         return " [SEP] ".join(f"'{piece}'" for piece in page.split(" [SEP] "))
 
-    def accepts(self, action):
+    def accepts(self, action, valid):
         """Any search is admissible, and clicks on what the page lists."""
         from simulators.webshop import shop_command
         name, argument = shop_command(action)
@@ -174,49 +223,177 @@ class Env:
     """The base class of environments, your own too. A subclass has
 
         tasks(split) -> ids, str or int, of the splits "train" and held_out[0]
-        reset(task) -> (obs, info);  step(action) -> (obs, reward, terminated, truncated, info)
+        reset(task) -> (obs, info)
+        step(action) -> (obs, reward, terminated, truncated, info)      as in Gymnasium
 
-    with `info` as above. parse_action(text) -> (action, valid) reads a response, with what the chat
-    template began it with; its default is tagged_action. An episode's rewards must sum to within
-    +-r_max. In turn number `horizon`, `truncated` must be True unless `terminated` is. The first
-    obs must state the task. One object plays many games, so reset must reset everything, and many
-    objects are used at once in one process. The same actions must lead to the same answers, because
-    the games of a worker that died are played again; and tasks() must always be the same.
-    tools/imitate.py also needs advice(forgetful) -> (thought, command) or None, a demonstrator. The
-    rest has defaults.
+    obs is text, which the prompt shows between `role` and `instruction`; the first one must state
+    the task. Or it is a list of chat messages, [{"role": "user", "content": "..."}, ...], which are
+    passed on as they are and need context = "full". A game may begin with a message of "system";
+    after a response, messages of "tool" are possible, too.
 
-    The worker pool checks every answer: obs, task and commands are text (lone surrogates are
-    replaced); terminated, truncated and won are True or False; reward is finite, and score from 0
-    to 1. NumPy types are allowed. A command must be one that parse_action can read: without blanks
-    at its ends, and in lower case where actions are. Anything else, and any exception, becomes a
+    action is what parse_action(text) -> (action, valid) has found in a response: text, or anything
+    else that JSON can hold. `text` includes what the chat template began the response with. The
+    default finds <action>...</action> behind the thought, see tagged_action. Nonsense must not be
+    an exception, but invalid. A class with a parse_action of its own also has an `instruction`,
+    which tells the model how to answer, and, for commands and demonstrators, format_response, which
+    writes what parse_action reads.
+
+    info may be empty. It can have
+
+        admissible   the commands that work now, which are listed in the prompt. Without it every
+                     valid action is admissible
+        task         a sentence that is repeated in every prompt of "window"; default: the first obs
+        category     a key of `categories`, for tables
+        won          True or False; default: whether the return of an episode that is over is above
+                     0
+        score        from 0 to 1; default: 1 if won
+
+    An episode's rewards must sum to within +-r_max. It is truncated after `horizon` turns. One
+    object plays many games, so reset must reset everything, and many objects are used at once in
+    one process. The same actions must lead to the same answers, because the games of a worker that
+    died are played again; and tasks() must always be the same. tools/imitate.py also needs
+    advice(forgetful) -> (thought, action) or None, a demonstrator. The rest has defaults.
+
+    The worker pool checks every answer (lone surrogates are replaced, NumPy types are allowed, a
+    command must be one that parse_action can read). Whatever is wrong, and any exception, becomes a
     GameError with the game and the turn. A worker that does not answer for `patience` seconds is
     replaced."""
 
-    flags = ("horizon",)  # train.py's settings that the constructor takes
+    flags = ()  # train.py's settings that the constructor takes
     horizon = 50  # maximum number of turns per episode
     held_out = "test", 100  # an evaluation's split and its number of games
     categories = {}  # {info["category"]: its column in tables}
+    context = "window"  # or "full": the --context that the environment is made for
+    system = None  # the system message at the start of every conversation
     role = ROLE  # the first sentence of a prompt
+    instruction = None  # the last paragraph of a prompt; default: to think, and to use <action>
+    tools = ()  # see ToolEnv
     prompt_builder_class = PromptBuilder  # makes prompts, knows the admissible actions
     max_prompt = 2048  # maximum tokens of a prompt
+    max_observation = None  # maximum characters of a message; what is left out is counted in it
     fallback = 30  # characters used as the action if a response has no tags
     graded = False  # whether a score can be between 0 and 1
     settings = {}  # of train.py, recommended with this environment
     patience = 600  # seconds after which a silent worker is replaced
 
-    def __init__(self, horizon=None):
-        self.horizon = self.horizon if horizon is None else horizon
-
     @classmethod
     def prompt_builder(cls, obs, info):
-        return cls.prompt_builder_class(obs, info, cls.role)
+        return cls.prompt_builder_class(obs, info, cls.role, cls.instruction, cls.system)
 
     @classmethod
     def parse_action(cls, text):
         return tagged_action(text, cls.fallback)
 
+    @classmethod
+    def format_response(cls, thought, action):
+        """A response that parse_action reads as this action."""
+        return f"<think> {thought} </think> <action> {action_text(action)} </action>"
+
+    @classmethod
+    def tool_schemas(cls):
+        """The JSON schemas of tools, for the chat template; None: there are no tools."""
+        return None
+
     def expert(self):
         return None
+
+
+class ToolEnv(Env):
+    """An environment in which an action is a call of one of its methods. `tools` names them:
+
+        tools = "answer",
+
+        def answer(self, number: int) -> None:
+            '''Ends the game.
+
+            Args:
+                number: the sum of all numbers in the text
+            '''
+            self.reward, self.done = float(number == self.sum), True
+
+    tasks and reset are those of Env; the obs of reset is the first message of the user. The model
+    learns of its tools by the chat template, from their type hints and docstrings. It calls one
+    tool per response, behind its thought, by
+
+        <tool_call>{"name": "answer", "arguments": {"number": 5}}</tool_call>
+
+    The next message is what the method returned or, if it raised an exception, that exception's
+    text; after an invalid response it says what is wrong.
+
+    `reward` is the return so far, which reset sets to 0 and tools change. The episode ends when a
+    tool sets `done`, or with a response that calls no tool."""
+
+    context = "full"
+    role = instruction = ""
+    max_observation = 8000
+    reward, done = 0.0, False  # of the episode so far; whether the latest action has ended it
+    NO_CALL = "the response has no <tool_call>"
+
+    @classmethod
+    @functools.cache
+    def tool_schemas(cls):
+        """ValueError: a tool is not a method with type hints and a docstring."""
+        from transformers.utils import get_json_schema  # late: workers do not need it
+        if isinstance(cls.tools, str) or not cls.tools:
+            raise ValueError(f"{cls.__name__}.tools is {cls.tools!r}; it must be a tuple of names "
+                             "of methods, as in tools = \"add\", \"answer\"")
+        schemas = []
+        for name in cls.tools:
+            taken = name in ("tasks", "reset", "advice") or hasattr(ToolEnv, name)
+            if taken or not callable(getattr(cls, name, None)):
+                raise ValueError(f"{cls.__name__}.tools names {name!r}, which is not a method of "
+                                 "this class, or a name that environments use themselves")
+            tool = getattr(cls, name)
+            if isinstance(inspect.getattr_static(cls, name), types.FunctionType):
+                tool = types.MethodType(tool, cls)  # so that `self` is no argument
+            try:
+                schemas.append(get_json_schema(tool))
+            except Exception as error:
+                raise ValueError(f"{cls.__name__}.{name} cannot be a tool: {error}") from None
+        return schemas
+
+    @classmethod
+    def parse_action(cls, text):
+        """-> ({"name": ..., "arguments": {...}}, True), or (what is wrong, False)."""
+        if "<think>" in text and "</think>" not in text:
+            return "the thought has no </think>", False
+        answer = text.rpartition("</think>")[2]
+        begin, end = answer.count("<tool_call>"), answer.count("</tool_call>")
+        if not begin:
+            return cls.NO_CALL, False
+        if (begin, end) != (1, 1):
+            return (f"a response must have one <tool_call>...</tool_call>; this one has "
+                    f"<tool_call> {begin} times and </tool_call> {end} times"), False
+        try:
+            call = json.loads(answer.partition("<tool_call>")[2].partition("</tool_call>")[0])
+            if depth(call) > 100:
+                raise ValueError("it is nested too deeply")
+        except (ValueError, RecursionError) as error:
+            return f"what the <tool_call> contains cannot be read as JSON: {error}", False
+        if not (isinstance(call, dict) and call.keys() == {"name", "arguments"}
+                and isinstance(call["arguments"], dict)):
+            return 'a <tool_call> must contain {"name": "...", "arguments": {...}}', False
+        if call["name"] not in cls.tools:
+            return f"there is no tool {call['name']!r}; there are {', '.join(cls.tools)}", False
+        return call, True
+
+    @classmethod
+    def format_response(cls, thought, action):
+        return f"<think> {thought} </think> <tool_call>\n{action_text(action)}\n</tool_call>"
+
+    def step(self, action):
+        before, self.done = self.reward, action == self.NO_CALL
+        if isinstance(action, str):
+            result = f"Error: {action}"
+        else:
+            try:
+                result = getattr(self, action["name"])(**action["arguments"])
+            except Exception as error:
+                result = f"{type(error).__name__}: {error}"
+        if isinstance(result, (dict, list)):
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        answer = [{"role": "tool", "content": str(result)}]
+        return answer, self.reward - before, self.done, False, {}
 
 
 # --------------------------------------------------------------------------------------- house
@@ -226,12 +403,11 @@ class House(Env):
     id is a number as a string. The default horizon fits 5 places; larger houses need a longer one,
     up to the expert's min(4 * places, 50)."""
 
-    flags, horizon = ("places", "objects", "horizon"), 20
+    flags, horizon = ("places", "objects"), 20
     held_out, categories = ("test", 192), CATEGORIES
     role, prompt_builder_class = HOUSEHOLD, HouseholdPrompts
 
-    def __init__(self, places=5, objects=4, horizon=None):
-        super().__init__(horizon)
+    def __init__(self, places=5, objects=4):
         self.room = Room(places, objects)
 
     @classmethod
@@ -273,13 +449,12 @@ class AlfWorld(Env):
     "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
     those of the engine."""
 
-    flags, held_out = ("data", "horizon"), ("valid_seen", 140)
+    flags, held_out = ("data",), ("valid_seen", 140)
     categories, role, prompt_builder_class = CATEGORIES, HOUSEHOLD, HouseholdPrompts
     # verbs that change the game; the others only look
     CHANGES = set("go open close take move clean heat cool use slice".split())
 
-    def __init__(self, data=None, horizon=None):
-        super().__init__(horizon)
+    def __init__(self, data=None):
         self.root, self.engine = alfworld_root(data), Engine()
 
     @classmethod
@@ -332,13 +507,12 @@ class WebShop(Env):
             "Find a product that is all that is asked for, choose its options, and buy it.")
     settings = {"mini_batch": 64}  # episodes are short
     goals = "synthetic"  # which of WebShop's two sets of goals
-    flags, horizon, graded = ("data", "horizon"), 15, True
+    flags, horizon, graded = ("data",), 15, True
     fallback, max_prompt = 20, 4096  # pages are long
     patience = 3600  # loading the whole catalogue, 5 GB, takes long
     held_out, categories, prompt_builder_class = ("test", 500), SHELVES, ShopPrompts
 
-    def __init__(self, data=None, horizon=None):
-        super().__init__(horizon)
+    def __init__(self, data=None):
         from simulators.webshop import Shop
         self.shop = Shop(data, self.goals)
 
@@ -414,7 +588,7 @@ def name_of(env) -> str:
     return names[0] if names else f"{env.__module__}:{env.__qualname__}"
 
 
-def make_env(name, **options) -> Env:
+def make_env(name, horizon=None, **options) -> Env:
     """Makes an environment with options for its `flags`. ValueError: it does not take them."""
     env = env_class(name)
     try:
@@ -422,7 +596,19 @@ def make_env(name, **options) -> Env:
     except TypeError as error:
         raise ValueError(f"--env {env.__name__}: its constructor must take what its `flags` name, "
                          f"{', '.join(env.flags)}: {error}") from None
-    return env(**options)
+    made = env(**options)
+    made.horizon = horizon or made.horizon
+    return made
+
+
+def context_for(name, context=None) -> str:
+    """How the past is shown to the model: as asked for, or as the environment is made for.
+    ValueError: it has tools, and "window" is asked for."""
+    env = env_class(name)
+    if context == "window" and env.tools:
+        raise ValueError(f"--context window cannot be used with --env {env.__name__}, whose tools "
+                         "answer in one growing conversation: leave it out, or use full")
+    return context or env.context
 
 
 def tasks(name, split: str, **options) -> list:
@@ -437,8 +623,9 @@ def tasks(name, split: str, **options) -> list:
 
 
 def options_for(settings: dict) -> dict:
-    """Those of the settings that the constructor of settings["env"] takes."""
-    return {k: settings[k] for k in env_class(settings["env"]).flags if settings.get(k) is not None}
+    """Those of the settings that make_env(settings["env"]) takes."""
+    names = "horizon", *env_class(settings["env"]).flags
+    return {k: settings[k] for k in names if settings.get(k) is not None}
 
 
 def default_workers(name) -> int:
@@ -454,20 +641,24 @@ def Pool(name, options=None, workers=0) -> WorkerPool:
 
 # ----------------------------------------------------------------------------- playing by hand
 
-def play_by_hand(env):
+def play_by_hand(name, **options):
     """A person plays a game; an empty line is the expert's next command."""
-    obs, info = env.reset(env.tasks("train")[0])
-    terminated = truncated = False
+    worker = EnvWorker("envs:make_env", name, options)
+    obs, info = worker.start(0, tasks(name, "train", **options)[0])
+    env, terminated, truncated = worker.playing[0].env, False, False
     while not (terminated or truncated):
-        print(obs.strip() + "\n\nCommands: " + quoted(info["admissible"]))
+        print(obs_text(obs).strip())
+        if info["admissible"] is not None:
+            print("\nCommands: " + quoted(info["admissible"]))
         command = input("> ").strip()
-        action, _ = env.parse_action(f"<think></think><action>{command}</action>")
-        if not action:
+        if not command:
             plan = env.expert()
-            action = (plan or info["admissible"])[0]
-            print(f"(the expert{'' if plan else ' knows no way to win'}: {action})")
-        obs, reward, terminated, truncated, info = env.step(action)
-    print(f"{obs.strip()}\n\nWon: {info['won']}, reward {reward:g}, score {info['score']:.3g}")
+            command = (plan or info["admissible"] or [""])[0]
+            print(f"(the expert{'' if plan else ' knows no way to win'}: {command})")
+        action, _ = env.parse_action(env.format_response("", command))
+        obs, reward, terminated, truncated, info = worker.step(0, action)
+    print(f"{obs_text(obs).strip()}\n\nWon: {info['won']}, reward {reward:g}, "
+          f"score {info['score']:.3g}")
 
 
 def main():
@@ -478,7 +669,7 @@ def main():
     sys.stdout.reconfigure(errors="replace")
     sys.path.append(os.getcwd())
     try:
-        play_by_hand(make_env(args.env, **options_for(vars(args))))
+        play_by_hand(args.env, **options_for(vars(args)))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"envs.py: {error}")
     except (EOFError, KeyboardInterrupt):

@@ -375,6 +375,7 @@ def draw(groups, path, reach=None) -> None:
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 1rem auto; padding: 0 1rem }
 h1 { font-size: 1.3rem } h2 { font-size: 1rem; margin: 0 } section { border-top: 1px solid #ccc }
+h3 { font-size: .85rem; margin: .3rem 0 0; font-weight: 400; color: #666 }
 svg { width: 30rem; max-width: 100%; height: auto } b { margin-right: 1rem; font-weight: 600 }
 pre, p { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: .5rem }
 pre { background: #f4f4f4; font-size: .85rem } p { font-family: ui-monospace, monospace }
@@ -415,11 +416,12 @@ def shaded(turn, decode) -> str:
     return "".join(out)
 
 
-def episode_page(title, turns, lines, decode) -> str:
+def episode_page(title, turns, lines, decode, tools=None) -> str:
     """One trajectory as an HTML page without scripts: V and Q over its turns, the training curves
-    so far (`lines` of metrics.jsonl), and each turn's prompt, response (shaded by the probability
-    of its tokens), V before and Q after it, and the environment's answer (but for the last turn, of
-    which it is not kept). decode(ids) -> text."""
+    so far (`lines` of metrics.jsonl), the schemas of tools, and each turn's messages with their
+    roles, response (shaded by the probability of its tokens), V before and Q after it, and the
+    environment's answer where it is text (but for the last turn, of which it is not kept).
+    decode(ids) -> text."""
     end = "won" if turns[-1].won else "truncated" if turns[-1].truncated else "lost"
     curves = {name: [line[key] for line in lines] for name, key in (
         ("success", "success"), ("explained variance of V", "v_explained_variance"),
@@ -429,16 +431,21 @@ def episode_page(title, turns, lines, decode) -> str:
                 "V before the response": [turn.v for turn in turns],
                 "Q after the response": [turn.q for turn in turns]}),
             svg("This run", "iteration", curves)]
+    if tools:
+        schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        body.append(f"<h2>Tools</h2><pre>{escape(schemas)}</pre>")
     for turn, after in zip_longest(turns, turns[1:]):
         numbers = {"V": turn.v, "Q": turn.q, "reward": turn.reward,
                    "normalized advantage": turn.advantage}
         heads = [f"<b>{name} {x:.2f}</b>" for name, x in numbers.items()]
         heads += ["<b>invalid format</b>"] * turn.invalid
         heads += ["<b>not admissible</b>"] * (not turn.admissible)
-        answer = f"Answer of the environment:<pre>{escape(after.obs)}</pre>" if after else ""
-        body.append(f"<section><h2>Turn {turn.turn + 1}</h2>{''.join(heads)}"
-                    f"<pre>{escape(turn.prompt)}</pre><p>{shaded(turn, decode)}</p>{answer}"
-                    "</section>")
+        sent = [f"<h3>{m['role']}</h3><pre>{escape(m['content'])}</pre>" for m in turn.messages]
+        answer = ""  # messages are shown where they were sent, in the next turn
+        if after and isinstance(after.obs, str):
+            answer = f"Answer of the environment:<pre>{escape(after.obs)}</pre>"
+        body.append(f"<section><h2>Turn {turn.turn + 1}</h2>{''.join(heads)}{''.join(sent)}"
+                    f"<h3>assistant</h3><p>{shaded(turn, decode)}</p>{answer}</section>")
     return (f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
             f"{''.join(body)}</html>")
@@ -483,7 +490,7 @@ def complete(args):
     the run's folder, or None."""
     run, stored = run_of(args.model)
     args.weights = f"{run}/final" if run == Path(args.model) else args.model
-    settings = {"env": "house", "context": "window", "engine": "kv", "history": 2,
+    settings = {"env": "house", "context": None, "engine": "kv", "history": 2,
                 "max_new_tokens": 512,
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
     if args.env not in (None, settings["env"]):  # these fit only the run's own environment
@@ -491,7 +498,7 @@ def complete(args):
     if args.context not in (None, settings["context"]):  # a prompt's limit is not a conversation's
         settings["max_prompt"] = None
     vars(args).update({k: settings.get(k) for k in SHARED if getattr(args, k) is None})
-    env = envs.env_class(args.env)
+    env, args.context = envs.env_class(args.env), envs.context_for(args.env, args.context)
     if args.context == "window":
         args.max_prompt = args.max_prompt or env.max_prompt
     args.split = args.split or env.held_out[0]

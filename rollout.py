@@ -673,11 +673,11 @@ class Turn:
     score: float  # the environment's, 0 to 1
     task: str  # its id
     category: str
-    prompt: str
+    messages: list  # the chat messages to which it responds, as they were sent
     text: str  # of the response
-    action: str
+    action: object  # text, or anything else that JSON can hold
     end: End | None = None  # of the last turn: why the episode ended
-    obs: str = ""  # the observation that it responds to, as the environment gave it
+    obs: object = ""  # the environment's observation, text or chat messages, behind `messages`
     # in the update, the mean over its tokens, once it is known; NaN would make equal turns unequal
     advantage: float = field(default=float("nan"), compare=False)
 
@@ -700,18 +700,18 @@ def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
-def play_episode(traj, task, sampler, pool, seed, make_prompts):
+def play_episode(traj, task, sampler, pool, seed, make_messages):
     """Plays one game -> (its turns, its PromptBuilder). This is a generator: after a request to the
     game or the sampler it yields, and `trajectories` sends it the answer."""
     lm = sampler.lm
-    turns = []
+    turns, tools = [], pool.env.tool_schemas()
     conversation = []  # in "full", the token ids so far
     pool.start(traj, task)
     obs, info = yield  # the game's answer
     builder = pool.env.prompt_builder(obs, info)
     while not (turns and turns[-1].done):
-        for prompt in make_prompts(traj, turns, builder):  # from the longest to the shortest
-            ids = lm.chat.encode_user_turn(prompt, conversation)
+        for messages in make_messages(traj, turns, builder):  # from the longest to the shortest
+            ids = lm.chat.encode_messages(messages, conversation, tools)
             if len(conversation) + len(ids) <= sampler.limit:
                 break
         else:  # none fits
@@ -723,16 +723,16 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
         sampler.add(traj, conversation + ids, u)
         response = yield  # the sampler's Response
         text = lm.text(response.ids)
-        action, valid = pool.env.parse_action(lm.chat.response_prefix + text)
+        action, valid = pool.parse_action(lm.chat.response_prefix + text)
         pool.step(traj, action)
         obs, reward, terminated, truncated, info = yield  # the game's answer
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=reward,
             end=End.TERMINATED if terminated else End.HORIZON if truncated else None,
-            invalid=not valid, admissible=builder.accepts(action), won=info["won"],
-            score=info["score"], category=info["category"], prompt=prompt, text=text, action=action,
-            obs=builder.obs))
+            invalid=not valid, admissible=builder.accepts(action, valid), won=info["won"],
+            score=info["score"], category=info["category"], messages=messages, text=text,
+            action=action, obs=builder.obs))
         builder.record(action, obs, info)
         if sampler.context == "full":
             conversation = conversation + ids + response.ids
@@ -742,12 +742,12 @@ def play_episode(traj, task, sampler, pool, seed, make_prompts):
 
 def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=None,
                  max_num_seqs: int | None = None, history: int = 2,
-                 make_prompts: Callable | None = None, label: str = "rollout",
+                 make_messages: Callable | None = None, label: str = "rollout",
                  interrupted: Callable[[], bool] | None = None) -> Iterator[tuple]:
     """Plays each of the tasks, max_num_seqs of them side by side (default: all), and yields (traj,
     turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
-    (default 0, 1, ...), which with `seed` determine the random numbers. make_prompts(traj, turns,
-    builder) can replace the environment's prompts. An episode whose next prompt does not fit is
+    (default 0, 1, ...), which with `seed` determine the random numbers. make_messages(traj, turns,
+    builder) can replace builder.messages. An episode whose next prompt does not fit is
     truncated, and has no turns if that was its first. `label` names the progress bar. Once
     interrupted() is true, which is asked between decoding steps, the episodes that are not over are
     given up.
@@ -764,8 +764,8 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
         raise ValueError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
     if not sampler.lm.chat:
         raise ValueError("the tokenizer has no chat template, which prompts need")
-    make_prompts = make_prompts or (
-        lambda traj, turns, builder: builder.prompts(sampler.context, history))
+    make_messages = make_messages or (
+        lambda traj, turns, builder: builder.messages(sampler.context, history))
     seed = (seed,) if isinstance(seed, (int, np.integer)) else seed
     waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
@@ -780,7 +780,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 return
             while waiting and len(playing) < (max_num_seqs or len(tasks)):
                 traj, task = waiting.pop(0)
-                playing[traj] = play_episode(traj, task, sampler, pool, seed, make_prompts)
+                playing[traj] = play_episode(traj, task, sampler, pool, seed, make_messages)
                 playing[traj].send(None)  # it starts its game
                 pending.append((traj, sampler.steps))
             pool.load([task for _, task in waiting[:16]])  # in the background

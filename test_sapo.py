@@ -554,6 +554,432 @@ def test_full_prompt_contains_only_what_is_new():
     assert not any(x in later for x in (*old, envs.ROLE, envs.ANSWER))
 
 
+# -------------------------------------------- environments as somebody would write them, 5 kinds
+
+class Calculator(envs.ToolEnv):
+    tools = "multiply", "submit"
+    system = "You calculate with tools."
+
+    def tasks(self, split):
+        return [n for n in range(100) if (n % 5 == 0) == (split == "test")]
+
+    def reset(self, task):
+        self.reward, self.product = 0.0, 13 * task
+        return f"What is 13 times {task}?", {}
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiplies two numbers.
+
+        Args:
+            a: the first factor
+            b: the second factor
+        """
+        return a * b
+
+    def submit(self, number: int) -> str:
+        """Gives the answer, which ends the game.
+
+        Args:
+            number: the product
+        """
+        self.reward, self.done = float(number == self.product), True
+
+
+class Guess(envs.ToolEnv):  # in TRL's environment_factory: class Guess:
+    tools = "guess",  # new
+    tasks = lambda self, split: range(1, 9)  # new
+
+    def __init__(self):
+        self.low, self.high = 1, 8
+
+    def reset(self, task):  # def reset(self, secret, **columns) -> str | None:
+        self.secret, self.reward, self.guesses = task, 0.0, []
+        return f"Guess a number from {self.low} to {self.high}.", {}  # without the {}
+
+    def guess(self, number: int) -> dict:
+        """Makes a guess.
+
+        Args:
+            number: the number that you guess
+        """
+        if number == self.secret:
+            self.reward = 1.0
+        elif not self.low <= number <= self.high:
+            raise ValueError(f"{number} is out of range")
+        self.guesses.append(number)
+        return {"right": number == self.secret, "guesses": self.guesses}
+
+
+class Corridor:
+    """A text game with the interface of Gymnasium, whose answers have NumPy's types."""
+
+    def reset(self, *, seed=None, options=None):
+        self.at = seed % 3 + 1
+        return f"The door is {self.at} steps to the right.", {"lives": np.int64(3)}
+
+    def step(self, action):
+        self.at -= {"right": 1, "left": -1}.get(action, 0)
+        reward, end = np.float64(self.at == 0), np.bool_(self.at == 0)
+        return f"Steps: {self.at}.", reward, end, np.bool_(False), {"lives": 3}
+
+
+class Wrapped(envs.Env):
+    role = "You are in a corridor and say left or right."
+    horizon = 5
+
+    def __init__(self):
+        self.env = Corridor()  # gymnasium.make(...)
+
+    def tasks(self, split):
+        return range(20)
+
+    def reset(self, task):
+        return self.env.reset(seed=task)
+
+    def step(self, action):
+        return self.env.step(action)
+
+
+class Robot(envs.Env):
+    role = "You steer a robot."
+    instruction = 'Answer with a JSON object and nothing else, such as {"go": 2, "say": "Hi"}.'
+    horizon = 4
+
+    @classmethod
+    def parse_action(cls, text):
+        try:
+            action = json.loads(text)
+        except ValueError:
+            return text, False
+        return action, isinstance(action, dict) and isinstance(action.get("go"), int)
+
+    def tasks(self, split):
+        return [3, 4, 5]
+
+    def reset(self, task):
+        self.left = task
+        return f"Drive {task} meters.", {"task": f"drive {task} meters"}
+
+    def step(self, action):
+        self.left -= action.pop("go", 0) if isinstance(action, dict) else 0
+        return f"{self.left} meters left.", float(self.left == 0), self.left <= 0, False, {}
+
+
+class Gallery(envs.Env):
+    context = "full"
+    system = "You cannot see: images are left out."
+    categories = {"Cat": "cats"}
+
+    def tasks(self, split):
+        return ["Cat", "Dog"]
+
+    def user(self, *parts):
+        texts = [part.get("text", "(an image)") for part in parts]
+        return [{"role": "user", "content": "\n".join(texts)}]
+
+    def reset(self, task):
+        self.name, image = task, {"type": "image", "url": f"{task}.png"}
+        question = {"type": "text", "text": "What is it? Think, then answer in <action> </action>."}
+        return self.user(image, question), {"category": task}
+
+    def step(self, action):
+        won = action == self.name
+        right = {"type": "text", "text": "Right." if won else "Wrong, try again."}
+        return self.user(right), float(won), won, False, {"won": won, "score": float(won) / 2}
+
+
+def called(name, **arguments):
+    return "<tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
+
+
+def with_responses(env, task, *responses, workers=0, context=None):
+    """Plays a game by a model that gives these responses -> (its turns, the model)."""
+    lm = random_tiny()
+    lm.text = lambda ids, texts=iter(responses): next(texts)
+    sampler = Sampler(lm, "kv", context or env.context, max_new_tokens=4, check=False)
+    with contextlib.closing(Pool(env, workers=workers)) as pool:
+        return rollout(sampler, [task], pool), lm
+
+
+def contents(messages):
+    return [(message["role"], message["content"]) for message in messages]
+
+
+@pytest.mark.parametrize("env", [Calculator, Guess, Wrapped, Robot, Gallery])
+def test_environments_of_all_kinds_play_with_nonsense(env):
+    assert len(inspect.getsource(env).replace("\n\n", "\n").splitlines()) <= 25
+    config = train.filled(train.Config(env=env, max_new_tokens=8))
+    sampler = evaluation.sampler_for(random_tiny(), config)
+    with contextlib.closing(Pool(env)) as pool:
+        turns = rollout(sampler, tasks(env, "train")[:2], pool)
+    assert config.context == sampler.context == env.context
+    assert {t.traj for t in turns} == {0, 1} and all(t.invalid for t in turns)
+    ends = [t for t in turns if t.done]
+    assert not any(t.won or t.score for t in ends)
+    assert all(t.turn + 1 == (1 if env.tools else env.horizon) for t in ends)
+    json.dumps([evaluation.episode_record(env, 0, [t], mock.Mock(info={
+        "category": t.category, "won": t.won, "score": t.score})) for t in turns])
+    assert evaluation.episode_page("x", turns, [], lambda ids: "x", env.tool_schemas())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_calls_of_tools_are_dispatched(workers):
+    turns, lm = with_responses(
+        Calculator, 7, "<think> Or <tool_call>? </think> " + called("multiply", a=13, b=7),
+        called("multiply", a=13), called("submit", number=91), workers=workers)
+    assert [t.action for t in turns] == [
+        {"name": "multiply", "arguments": {"a": 13, "b": 7}},
+        {"name": "multiply", "arguments": {"a": 13}},
+        {"name": "submit", "arguments": {"number": 91}}]
+    assert [contents(t.messages) for t in turns] == [
+        [("system", "You calculate with tools."), ("user", "What is 13 times 7?")],
+        [("tool", "91")],
+        [("tool", "TypeError: Calculator.multiply() missing 1 required positional argument: 'b'")]]
+    assert [(t.reward, t.done, t.won, t.score, t.invalid, t.admissible) for t in turns] == [
+        (0.0, False, False, 0.0, False, True)] * 2 + [(1.0, True, True, 1.0, False, True)]
+    assert turns[0].category is None and turns[2].end == End.TERMINATED
+    tools = Calculator.tool_schemas()
+    assert [tool["function"]["name"] for tool in tools] == ["multiply", "submit"]
+    assert tools[0]["function"]["parameters"]["properties"]["b"] == {
+        "type": "integer", "description": "the second factor"}
+    assert turns[0].prompt_ids == lm.chat.encode_messages(turns[0].messages, (), tools)
+    conversation = turns[0].prompt_ids + turns[0].action_ids
+    assert turns[1].prompt_ids == lm.chat.encode_messages(turns[1].messages, conversation, tools)
+
+
+def test_class_written_for_environment_factory_plays_after_five_lines_of_change():
+    turns, _ = with_responses(Guess, 3, called("guess", number=9), called("guess", number=5),
+                              called("guess", number=3), "It is 3.")
+    assert [contents(t.messages) for t in turns] == [
+        [("user", "Guess a number from 1 to 8.")], [("tool", "ValueError: 9 is out of range")],
+        [("tool", '{"right": false, "guesses": [5]}')],
+        [("tool", '{"right": true, "guesses": [5, 3]}')]]
+    assert [t.reward for t in turns] == [0.0, 0.0, 1.0, 0.0]
+    assert turns[-1].end == End.TERMINATED and turns[-1].won and turns[-1].invalid
+    source = inspect.getsource(Guess)
+    assert len([line for line in source.splitlines() if "  # " in line]) == 5
+
+
+def test_gymnasium_environment_needs_no_info():
+    turns, _ = with_responses(Wrapped, 1, *["<think></think><action>right</action>"] * 2)
+    first, second = (contents(t.messages)[0][1] for t in turns)
+    assert first == ("You are in a corridor and say left or right.\nThe door is 2 steps to the "
+                     "right.\n\n" + envs.WITHOUT_COMMANDS)
+    assert "Commands" not in second and "Your task is to: The door is 2 steps" in second
+    assert "What you did: right\nStep 2. What you see: Steps: 1." in second
+    assert [(t.reward, t.won, t.score, t.invalid, t.admissible, t.end) for t in turns] == [
+        (0.0, False, 0.0, False, True, None), (1.0, True, 1.0, False, True, End.TERMINATED)]
+    turns, _ = with_responses(Wrapped, 1, *["left"] * 5)
+    assert [t.end for t in turns] == [None] * 4 + [End.HORIZON]  # which it does not count itself
+    assert not any(t.admissible for t in turns)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_actions_can_be_json(workers):
+    """What the environment does to an action, as pop() here, changes no record of it."""
+    turns, _ = with_responses(Robot, 3, '{"go": 1, "say": "\u00fc \\ud800"}', "go 2", '{"go": 2}',
+                              workers=workers)
+    first = {"go": 1, "say": "\u00fc ?"}
+    assert [t.action for t in turns] == [first, "go 2", {"go": 2}]
+    assert [t.invalid for t in turns] == [False, True, False] and turns[-1].won
+    prompts = [contents(t.messages)[0][1] for t in turns]
+    assert all(prompt.endswith("\n\n" + Robot.instruction) for prompt in prompts)
+    assert f"What you did: {json.dumps(first, ensure_ascii=False)}\n" in prompts[2]
+    with contextlib.closing(Pool(Robot)) as pool:
+        played = [*evaluation.run_episodes(
+            Sampler(random_tiny(), max_new_tokens=4, check=False), {0: 3}, pool, seed=0,
+            max_num_seqs=None, history=2)]
+    assert json.loads(json.dumps(played))
+
+
+def test_messages_of_an_environment_are_passed_on_as_they_are():
+    wrong, right = (f"<think></think><action>{name}</action>" for name in ("Dog", "Cat"))
+    turns, _ = with_responses(Gallery, "Cat", wrong, right)
+    assert [contents(t.messages) for t in turns] == [
+        [("system", Gallery.system), ("user", "(an image)\nWhat is it? Think, then answer in "
+                                              "<action> </action>.")],
+        [("user", "Wrong, try again.")]]
+    assert [(t.reward, t.won, t.score) for t in turns] == [(0.0, False, 0.0), (1.0, True, 0.5)]
+    with pytest.raises(ValueError, match='chat messages need .*--context full: set context = "fu'):
+        with_responses(Gallery, "Cat", wrong, context="window")
+
+
+def test_system_message_begins_every_prompt_of_window_and_every_conversation():
+    class Wrapped2(Wrapped):
+        system = "Be brief."
+
+    for context in ("window", "full"):
+        turns, _ = with_responses(Wrapped2, 1, "left", "left", *["right"] * 9, context=context)
+        roles = [[message["role"] for message in t.messages] for t in turns]
+        assert roles[0] == ["system", "user"] and len(turns) == 5
+        assert roles[1] == (["system", "user"] if context == "window" else ["user"])
+
+
+CALL = called("multiply", a=2, b=3)
+
+
+@pytest.mark.parametrize("response, says", [
+    ("<tool_call>multiply(2, 3)</tool_call>", "cannot be read as JSON: Expecting value"),
+    (f"<think> I call {CALL}", "the thought has no </think>"),
+    ("<tool_call>" + '{"name": "multiply", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
+     "cannot be read as JSON"),
+    (called("multiply", a=functools.reduce(lambda x, _: [x], range(400))), "nested too deeply"),
+    (CALL * 2, "has <tool_call> 2 times"), (CALL[:-12], "</tool_call> 0 times"),
+    (CALL.replace('"name"', '"tool"'), 'must contain {"name": "...", "arguments"'),
+    ('<tool_call>{"name": "multiply"}</tool_call>', "must contain"),
+    ('<tool_call>["multiply"]</tool_call>', "must contain"),
+    (CALL.replace('{"a": 2, "b": 3}', '"2, 3"'), "must contain"),
+    (called("divide", a=2, b=3), "there is no tool 'divide'; there are multiply, submit"),
+    (called("reset", task=2), "there is no tool 'reset'")])
+def test_response_with_a_wrong_call_is_invalid_and_is_told_why(response, says):
+    turns, _ = with_responses(Calculator, 7, response, called("submit", number=91))
+    assert turns[0].invalid and not turns[0].admissible and says in turns[0].action
+    (role, content), = contents(turns[1].messages)
+    assert (role, content) == ("tool", f"Error: {turns[0].action}") and turns[1].won
+
+
+@pytest.mark.parametrize("response", ["91", "", f"<think>{CALL}</think> 91"])
+def test_response_without_a_call_ends_the_episode(response):
+    turn, = with_responses(Calculator, 7, response)[0]
+    assert turn.invalid and turn.end == End.TERMINATED and not turn.won
+
+
+def test_long_observations_are_cut_and_say_so():
+    class Long(Calculator):
+        max_observation = 50
+
+        def multiply(self, a: str, b: int) -> str:
+            """Repeats.
+
+            Args:
+                a: a text
+                b: how often
+            """
+            return a * b
+
+    turns, _ = with_responses(Long, 7, called("multiply", a="x", b=100000), "end")
+    assert turns[1].messages == [
+        {"role": "tool", "content": "x" * 50 + "... [99950 characters left out]"}]
+    Long.max_observation = Calculator.max_observation
+    turns, _ = with_responses(Long, 7, called("multiply", a="x", b=100000), "end")
+    assert len(turns[1].messages[0]["content"]) < 8100
+
+
+def tool(role="tool", content="x", **more):
+    return {"role": role, "content": content} | more
+
+
+@pytest.mark.parametrize("first, later, says", [
+    (None, [tool("function")], "turn 1: ValueError: obs has a message of 'function' where only user"
+                               " and tool can speak"),
+    (None, [tool("assistant")], "of 'assistant' where .* the model is assistant"),
+    (None, [tool(), tool("system")], "of 'system' where only user and tool"),
+    ([tool("user"), tool("system")], None, ": ValueError: obs has a message of 'system' where"),
+    ([tool("system"), tool("system")], None, "of 'system' where only user can"),
+    ([tool()], None, "of 'tool' where only user can speak"),
+    ([tool("system")], None, "a message of system, but none of user"),
+    ([], None, "obs is .., not a string or a list of chat"),
+    (None, [tool(content=[{"type": "image"}])], "the content of a message of tool is .*not a str"),
+    (None, [tool(tool_call_id=3)], 'a message must be {"role": ..., "content": ...}'),
+    (None, ["hello"], "obs has the message 'hello'; a message must be"),
+    (None, tool(), "not a string or a list of chat messages"),
+    (None, None, "obs is None, not a string")])
+@pytest.mark.parametrize("workers", [0])
+def test_bad_messages_of_an_environment_are_named(first, later, says, workers):
+    class Bad(Gallery):
+        system = None
+
+        def reset(self, task):
+            obs, info = super().reset(task)
+            return obs if first is None else first, info
+
+        def step(self, action):
+            return later, 0.0, False, False, {}
+
+    with pytest.raises(envs.GameError, match=f"Bad: game Cat failed.*{says}"):
+        with_responses(Bad, "Cat", "x", "x", workers=workers)
+
+
+def test_two_system_messages_are_refused():
+    class Twice(Gallery):
+        def reset(self, task):
+            obs, info = super().reset(task)
+            return [tool("system"), *obs], info
+
+    with pytest.raises(envs.GameError, match="message of system, if the class has no `system`"):
+        with_responses(Twice, "Cat", "x")
+
+
+@pytest.mark.parametrize("parse_action, says", [
+    (lambda text: (json.loads(text), True), "for 'no JSON' it fails: JSONDecodeError"),
+    (lambda text: text, "parse_action.. must return .action, valid."),
+    (lambda text: ({1, 2}, True), "TypeError: Object of type set is not JSON"),
+    (lambda text: (text, None), "valid is None, not True or False")])
+def test_parsers_that_fail_are_named(parse_action, says):
+    Bad = type("Bad", (Robot,), {"parse_action": staticmethod(parse_action)})
+    with pytest.raises(envs.GameError, match=f"Bad: parse_action must .*{says}"):
+        with_responses(Bad, 3, "no JSON")
+
+
+@pytest.mark.parametrize("names, says", [
+    ("multiply", "tools is 'multiply'; it must be a tuple"),
+    (("multiplies",), "names 'multiplies'"), (("reset",), "names 'reset', which is"),
+    (("bare",), "Wrong.bare cannot be a tool: .*type hint")])
+def test_methods_that_cannot_be_tools_are_named(names, says):
+    class Wrong(Calculator):
+        tools = names
+
+        def bare(self, x):
+            """Does nothing.
+
+            Args:
+                x: nothing
+            """
+
+    with pytest.raises(ValueError, match=says):
+        with_responses(Wrong, 7, "x")
+
+
+def test_tools_need_a_growing_conversation(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="--context window cannot be used with --env Calculator"):
+        train.filled(train.Config(env=Calculator, context="window"))
+    name, out = "test_sapo:Calculator", tmp_path / "run"
+    config = train.parse_config(["--env", name, "--model", TINY_HOUSE])
+    assert (config.context, config.max_prompt) == (None, None)
+    assert config.out == "runs/Calculator-tiny-house-0"
+    assert train.parse_config(["--env", name, "--context", "full"]).out == "runs/Calculator-tiny-0"
+    run_main(train, monkeypatch, "--env", name, "--batch_size", 2, "--iterations", 1,
+             "--eval_games", 2, "--max_new_tokens", 4, "--out", out)
+    assert json.loads((out / "config.json").read_text())["context"] == "full"
+    page, = (out / "transcripts").glob("*.html")
+    assert all(f"<h3>{role}</h3>" in page.read_text() for role in ("system", "user", "assistant"))
+    assert "&quot;Multiplies two numbers.&quot;" in page.read_text()
+    args = evaluation.make_parser("").parse_args(["--model", str(out)])
+    evaluation.complete(args)
+    assert (args.context, args.max_prompt) == ("full", None)
+    for model in (str(out), "tiny"):
+        args = evaluation.make_parser("").parse_args(
+            ["--model", model, "--env", name, "--context", "window"])
+        with pytest.raises(ValueError, match="--context window cannot be used"):
+            evaluation.complete(args)
+
+
+@pytest.mark.parametrize("env, typed, shown", [
+    ("house", [""] * 20, ["Your task is to: ", "Commands: 'go to ",
+                          "Won: True, reward 10, score 1"]),
+    (Calculator, ["hello", "", '{"name": "submit", "arguments": {"number": 13}}'],
+     ["What is 13 times 1?\n> ", "Error: what the <tool_call> contains cannot be read",
+      "Won: True, reward 1, score 1"]),
+    (Wrapped, ["left", "", "right", "left", ""], [
+        "The door is 1 steps", "(the expert knows no way", "Won: False, reward 0, score 0"])])
+def test_a_person_can_play(env, typed, shown, monkeypatch, capsys):
+    typed = iter(typed)
+    monkeypatch.setattr("builtins.input", lambda prompt: print(prompt, end="") or next(typed))
+    envs.play_by_hand(env)
+    output = capsys.readouterr().out
+    assert all(part in output for part in shown)
+
+
 # ------------------------------------------------------------------------------------ alfworld
 
 def check_alfworld(env, task):
@@ -1091,7 +1517,7 @@ def test_a_turn_is_what_the_game_showed_and_answered(history):
         if t.turn == 0:
             obs, info = env.reset(t.task)
             episode = envs.House.prompt_builder(obs, info)
-        assert t.prompt == episode.window_prompt(history) and t.obs == obs
+        assert t.messages == envs.user_message(episode.window_prompt(history)) and t.obs == obs
         action, valid = env.parse_action(t.text)
         assert (t.action, t.invalid) == (action, not valid)
         assert t.admissible == (action in info["admissible"])
@@ -1463,7 +1889,8 @@ def test_result_of_a_tool_is_a_users_message_where_the_template_has_no_role_for_
 
 
 def test_blanks_around_what_a_tool_returned_stay_if_the_template_keeps_them():
-    for template, kept in ((SMOLLM, "  1\n"), (SMOLLM.replace("m.content", "m.content | trim"), "1")):
+    trimmed = SMOLLM.replace("m.content", "m.content | trim")
+    for template, kept in ((SMOLLM, "  1\n"), (trimmed, "1")):
         tokenizer = byte_level(template)
         ids = model_module.Chat(tokenizer).encode_messages(messages_of(("tool", "  1\n")), [1])
         assert f"<|im_start|>tool\n{kept}<|im_end|>" in tokenizer.decode(ids)
@@ -2496,7 +2923,7 @@ def test_episode_page_shows_all_numbers_and_escapes_text():
     lm = random_model("qwen2", 1)
     turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:1])
     evil = "<script>alert(1)</script>"
-    turns[0].prompt, turns[0].task, turns[0].advantage = evil, evil, -1.25
+    turns[0].messages, turns[0].task, turns[0].advantage = envs.user_message(evil), evil, -1.25
     turns[1].obs = f"An answer. {evil}"
     text = {turns[0].action_ids[0]: evil}
     lines = [{"success": 0.5, "v_explained_variance": NAN, "q_explained_variance": INF}] * 3
@@ -3050,11 +3477,12 @@ def test_environments_take_what_their_flags_name():
         def __init__(self):
             pass
 
-    with pytest.raises(ValueError, match="must take what its `flags` name, horizon"):
-        make_env(Mine, horizon=3)
-    Mine.flags = ()
-    with pytest.raises(ValueError, match="--horizon has no effect"):
-        train.filled(train.Config(env=Mine, horizon=3))
+    assert make_env(Mine, horizon=3).horizon == 3  # every environment has one
+    with pytest.raises(ValueError, match="--places has no effect"):
+        train.filled(train.Config(env=Mine, places=3))
+    Mine.flags = "places",
+    with pytest.raises(ValueError, match="must take what its `flags` name, places"):
+        make_env(Mine, places=3)
 
 
 def test_integers_do_not_truncate_advantages():

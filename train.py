@@ -356,7 +356,7 @@ def make_samples(turns: list[Turn], context: str) -> list[Sample]:
     """Turns, in order -> samples. ValueError: a turn was changed, or in `full` one is missing."""
     samples = []
     for turn in turns:
-        if context == "window" or not samples or turn.traj != samples[-1].turns[-1].traj:
+        if context != "full" or not samples or turn.traj != samples[-1].turns[-1].traj:
             samples.append(Sample([], [], []))
         ids, spans, members = samples[-1]
         if len(turn.logp) != len(turn.action_ids):
@@ -484,7 +484,8 @@ class Config:
     algo: Literal[ALGOS] = "sapo"  # the method; those in baselines/ are what SAPO is compared with
     batch_size: int = 128  # |B|: trajectories (not turns) per iteration
     group_size: int = 1  # trajectories of the same task, for the group-based methods in baselines/
-    context: Literal["window", "full"] = "window"  # a new prompt each turn, or one conversation
+    context: Literal["window", "full"] = None  # a new prompt each turn, or one conversation;
+        # default the environment's, which is window for all that are named here
     engine: Literal["kv", "hf"] = "kv"  # kv: our sampler; hf: transformers' generate
     max_num_seqs: int = None  # games played side by side per rank; default all of an iteration
     compile: bool = None  # torch.compile scoring, and sampling at temperature 1; default on a GPU
@@ -581,7 +582,7 @@ def settings(**given) -> Config:
         return Config(**(stored | given))
     recommended = (envs.env_class(chosen.env).settings | learner_class(chosen.algo).settings
                    | recommended_settings(chosen.model, chosen.env))
-    if chosen.context == "full":
+    if envs.context_for(chosen.env, chosen.context) == "full":
         recommended.pop("max_prompt", None)  # a prompt's limit is not a conversation's
     return Config(**(recommended | given))
 
@@ -590,13 +591,13 @@ def filled(c: Config) -> Config:
     """Settings in which what is None, and depends on the environment or the machine, is filled in.
     ValueError: a setting does not fit the environment, or another setting."""
     env, gpu = envs.env_class(c.env), torch.cuda.is_available()
-    for name in (*envs.OPTIONS, "horizon"):
-        default = env.horizon if name == "horizon" else getattr(Config, name)
-        if name not in env.flags and getattr(c, name) not in (None, default):
+    context = envs.context_for(c.env, c.context)
+    for name in envs.OPTIONS:
+        if name not in env.flags and getattr(c, name) not in (None, getattr(Config, name)):
             raise ValueError(f"--{name} has no effect with --env {c.env}")
     defaults = {"horizon": env.horizon, "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
-                "eval_games": env.held_out[1],
-                "max_prompt": env.max_prompt if c.context == "window" else None}
+                "eval_games": env.held_out[1], "context": context,
+                "max_prompt": env.max_prompt if context == "window" else None}
     c = dataclasses.replace(c, **{name: value for name, value in defaults.items()
                                   if getattr(c, name) is None})
     if c.eval_every and not c.eval_games:
@@ -616,8 +617,9 @@ def parse_config(argv: list[str] = ()) -> Config:
     given = vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv))
     first = {name: given[name] for name in ("env", "model", "algo", "context") if name in given}
     if "out" not in given:
-        # the folder's name has the flags that differ from these, --context full among them
-        defaults = vars(filled(settings(**first))) | {"context": Config.context}
+        # the folder's name has the flags that differ from these
+        config = filled(settings(**first))
+        defaults = vars(config) | {"context": envs.env_class(config.env).context}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
     # alone, --resume needs a run; with other flags, it starts the run if there is none yet
     if "resume" in given and given.keys() <= {"resume", "out"}:
@@ -710,12 +712,13 @@ def load_initial_model(config, pool, task) -> ActorCritic:
     pool.start(0, task)
     first_answer, = pool.gather([0])
     pool.drop(0)
-    prompt = pool.env.prompt_builder(*first_answer).window_prompt()
+    builder = pool.env.prompt_builder(*first_answer)
+    messages = next(builder.messages(config.context, config.history))
     with progress(f"loading {config.model}"):
         lm = load(config.model, env=config.env, dtype=getattr(torch, config.dtype),
                   value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
-                  prompt=prompt, max_new_tokens=config.max_new_tokens)
-    check_initial_readout(lm, lm.chat.encode_user_turn(prompt))
+                  prompt=envs.obs_text(messages), max_new_tokens=config.max_new_tokens)
+    check_initial_readout(lm, lm.chat.encode_messages(messages, (), pool.env.tool_schemas()))
     choose_threads(lm.model)
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
     print0(f"on {lm.device}{threads}, {world_size()} rank(s); w+ and w- are tokens {lm.value_ids}")
@@ -877,7 +880,7 @@ class Run:
             page = evaluation.episode_page(
                 f"{config.out}, iteration {iteration + 1}",
                 [turn for turn in turns if turn.traj == turns[0].traj],
-                self.lines, self.learner.lm.tokenizer.decode)
+                self.lines, self.learner.lm.tokenizer.decode, self.pool.env.tool_schemas())
             (self.folder / "transcripts").mkdir(exist_ok=True)
             write_file(self.folder / f"transcripts/{iteration + 1:04d}.html", page)
 

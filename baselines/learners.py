@@ -65,7 +65,7 @@ class GroupBased(PolicyLearner):
     def targets(self, batch, old):
         c, zeros = self.config, torch.zeros_like(batch.reward)
         rows = zip(batch.turns, batch.reward.tolist(), self.turn_entropy(batch, old).tolist())
-        rows = all_gather_list([(rank(), t.traj, t.turn, t.obs, r, h) for t, r, h in rows])
+        rows = all_gather_list([(rank(), t.traj, t.turn, str(t.obs), r, h) for t, r, h in rows])
         owner, traj, turn, obs, reward, entropy = zip(*rows)
         state = np.unique(obs, return_inverse=True)[1]  # a number for each distinct observation
         traj, turn, state, reward, entropy = map(torch.tensor, (traj, turn, state, reward, entropy))

@@ -123,15 +123,16 @@ def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
     ("terminated, truncated, info", "truncated, info", "step.. must return"),
     ('{self.observation()}", self.info()', '{self.observation()}"',
      "reset.. must return .obs, info., and returned 'Your"),
-    ('"category": "lake",', "", "info lacks category"),
     ('float(self.at == self.goal)', "2", "score is 2.0, not a number from 0 to 1"),
-    ("self.turn == self.horizon", "False", "does not end after 4 turns"),
     ('float(self.at == self.goal)', 'float("nan")', "failed: ValueError: score is nan"),
     ('envs.REWARD * info["won"]', 'float("-inf")', "failed in turn 1: ValueError: reward is -inf"),
     ('self.at == self.goal, "sc', '"no", "sc', "won is 'no', not True or False"),
     ("[*WAYS]", '["north "]', "'north ': it would be read as 'north', .*without blanks"),
     ("[*WAYS]", '"north"', "not a list of commands"),
     ("return self.observation(), envs", "return b'ice', envs", "obs is b'ice', not a string"),
+    ("return self.observation(), envs", "return [{'role': 'assistant', 'content': 'x'}], envs",
+     "in turn 1: ValueError: obs has a message of 'assistant' where only user and tool can"),
+    ("[*WAYS]", "[WAYS]", "a command is {'north': .*, not a string"),
     ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
     ("range(5000)", "range(1)", "no tasks in the split 'train'")])
@@ -147,10 +148,15 @@ def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, say
 
 def test_command_that_no_response_can_give_is_refused():
     with pytest.raises(ValueError, match="and the response would count as invalid"):
-        as_command("\u5317", envs.Env.parse_action)
-    assert as_command("SELECT Name", envs.Env.parse_action) == "SELECT Name"
+        as_command("\u5317", envs.Env)
+    assert as_command("SELECT Name", envs.Env) == "SELECT Name"
+    Own = type("Own", (envs.Env,), {"parse_action": lambda text: (text.split()[-1], True)})
+    with pytest.raises(ValueError, match="read as '</action>', .* what format_response writes"):
+        as_command("north", Own)
+    Own.format_response = lambda thought, action: f"{thought} {action}"
+    assert as_command("north", Own) == "north"
     with pytest.raises(ValueError, match="read as 'select name', .*lower case"):
-        as_command("SELECT Name", envs.House.parse_action)
+        as_command("SELECT Name", envs.House)
 
 
 def test_workers_cannot_import_a_class_of_the_main_module():

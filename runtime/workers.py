@@ -8,8 +8,10 @@ so nothing here imports an environment or torch, and worker processes start quic
 from the checks of an answer to the worker that gives it and the pool that asked for it.
 """
 import contextlib
+import copy
 import functools
 import itertools
+import json
 import numbers
 import os
 import pkgutil
@@ -51,14 +53,19 @@ def as_bool(value, what):
     return bool(value)
 
 
+def as_action(value):
+    """A copy of what JSON can hold, without lone surrogates."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+
+
 @functools.lru_cache(1 << 16)
-def as_command(value, parse_action):
-    """A command that the environment's parse_action reads as it is."""
-    command = as_text(value, "a command")
-    action, valid = parse_action(f"<think></think><action>{command}</action>")
+def as_command(command, env):
+    """A command that the class of the environment reads as it is."""
+    action, valid = env.parse_action(env.format_response("", command))
     if not valid or action != command:
-        why = ("commands must be without blanks at their ends, and in lower case where "
-               "parse_action lower-cases" if valid else "and the response would count as invalid")
+        why = ("commands must be without blanks at their ends, in lower case where parse_action "
+               "lower-cases, and such that parse_action reads what format_response writes"
+               if valid else "and the response would count as invalid")
         raise ValueError(f"no response can give the command {command!r}: it would be read as "
                          f"{action!r}, {why}")
     return command
@@ -69,22 +76,63 @@ def as_python(value):
     return value.item() if hasattr(value, "item") else value
 
 
-def as_info(info, parse_action):
+def as_observation(obs, env, begins):
+    """Text, or chat messages of which each comes from the environment. `begins`: it is the first
+    observation of a game. What is longer than env.max_observation is cut."""
+    if isinstance(obs, (str, numbers.Number)):
+        return shortened(as_text(obs, "obs"), env.max_observation)
+    if not isinstance(obs, (list, tuple)) or not obs:
+        raise ValueError(f"obs is {obs!r:.200}, not a string or a list of chat messages")
+    roles = ("user",) if begins else ("user", "tool")
+    messages = []
+    for message in obs:
+        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+            raise ValueError(f"obs has the message {message!r:.200}; a message must be "
+                             '{"role": ..., "content": ...}')
+        role = message["role"]
+        system = role == "system" and begins and not messages and not env.system
+        if role not in roles and not system:
+            raise ValueError(
+                f"obs has a message of {role!r} where only {' and '.join(roles)} can speak: "
+                "a game may begin with a message of system, if the class has no `system`, then "
+                "comes user; what follows a response is of user or tool; the model is assistant")
+        content = as_text(message["content"], f"the content of a message of {role}")
+        messages.append({"role": role, "content": shortened(content, env.max_observation)})
+    if messages[-1]["role"] == "system":
+        raise ValueError("obs has a message of system, but none of user")
+    return messages
+
+
+def shortened(text, limit):
+    """The text, or its first `limit` characters and how many were left out."""
+    if limit is None or len(text) <= limit:
+        return text
+    return f"{text[:limit]}... [{len(text) - limit} characters left out]"
+
+
+def obs_text(obs) -> str:
+    """An observation as one text."""
+    return obs if isinstance(obs, str) else "\n\n".join(m["content"] for m in obs)
+
+
+def as_info(info, env, task, won):
+    """An info with all of its parts. `task` and `won`: what they are unless info has them."""
     if not isinstance(info, Mapping):
         raise ValueError(f"info is {info!r}, not a dict")
-    if missing := [k for k in ("admissible", "task", "category", "won", "score") if k not in info]:
-        raise ValueError(f"info lacks {', '.join(missing)}")
-    if isinstance(info["admissible"], str):
-        raise ValueError(f"admissible is {info['admissible']!r}, not a list of commands")
-    category = as_python(info["category"])
+    commands = info.get("admissible")
+    if isinstance(commands, str):
+        raise ValueError(f"admissible is {commands!r}, not a list of commands")
+    if commands is not None:
+        commands = [as_command(as_text(c, "a command"), type(env)) for c in commands]
+    category = as_python(info.get("category"))
     if not isinstance(category, (str, int, float, type(None))):
         raise ValueError(f"category is {category!r}, not a string, a number or None")
-    score = as_number(info["score"], "score")
+    won = as_bool(info.get("won", won), "won")
+    score = as_number(info.get("score", won), "score")
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
         raise ValueError(f"score is {score}, not a number from 0 to 1")
-    return {"admissible": [as_command(c, parse_action) for c in info["admissible"]],
-            "task": as_text(info["task"], "task"), "category": category,
-            "won": as_bool(info["won"], "won"), "score": score}
+    return {"admissible": commands, "task": as_text(info.get("task", task), "task"),
+            "category": category, "won": won, "score": score}
 
 
 def parts_of(answer, method, names):
@@ -96,6 +144,16 @@ def parts_of(answer, method, names):
 
 # ------------------------------------------------------------------------------------- a worker
 
+@dataclass
+class Played:
+    """What a worker knows of a game that it plays."""
+
+    env: object
+    task: str  # the text of the first observation
+    turns: int = 0
+    total: float = 0.0  # the rewards so far
+
+
 class EnvWorker:
     """Plays many games, by number, in one process: the worker's side of the pool."""
 
@@ -105,7 +163,7 @@ class EnvWorker:
         # handled after its game was started; it must then do nothing
         self.loaded = set()
         self.ready = {}  # loaded but not started: (environment, obs, info)
-        self.playing = {}  # the environments of games that are being played
+        self.playing = {}  # games that are being played
         self.spare = []  # environments that can be used again
 
     def load(self, number, task):
@@ -117,22 +175,30 @@ class EnvWorker:
     def start(self, number, task):
         self.load(number, task)
         env, obs, info = self.ready.pop(number)
-        self.playing[number] = env
-        return as_text(obs, "obs"), as_info(info, env.parse_action)
+        obs = as_observation(obs, env, begins=True)
+        game = self.playing[number] = Played(env, obs_text(obs))
+        return obs, as_info(info, env, game.task, won=False)
 
     def step(self, number, action):
-        env = self.playing[number]
+        game = self.playing[number]
         obs, reward, terminated, truncated, info = parts_of(
-            env.step(action), "step()", "obs, reward, terminated, truncated, info")
-        over = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
-        if any(over):
+            game.env.step(copy.deepcopy(action)), "step()",
+            "obs, reward, terminated, truncated, info")
+        reward = as_number(reward, "reward")
+        game.turns += 1
+        game.total += reward
+        terminated, truncated = as_bool(terminated, "terminated"), as_bool(truncated, "truncated")
+        truncated = truncated or not terminated and game.turns >= game.env.horizon
+        over = terminated or truncated
+        if over:
             self.drop(number)
-        info = as_info(info, env.parse_action)
-        return as_text(obs, "obs"), as_number(reward, "reward"), *over, info
+        obs = as_observation(obs, game.env, begins=False)
+        info = as_info(info, game.env, game.task, won=over and game.total > 0)
+        return obs, reward, terminated, truncated, info
 
     def drop(self, number, argument=None):
         if number in self.playing:
-            self.spare.append(self.playing.pop(number))
+            self.spare.append(self.playing.pop(number).env)
 
     def execute(self, number, requests):
         """The answer to the last of the requests, or a GameError, because not every exception can
@@ -206,6 +272,7 @@ class WorkerPool:
 
         pool.load(tasks)            loads games in the background, while the model is busy
         pool.start(key, task); pool.step(key, action)
+        pool.parse_action(text)     a response -> (action, valid)
         pool.gather(keys)           their answers, in order: (obs, info), or the five of step()
         pool.drop(key)              gives up an unfinished game
 
@@ -252,10 +319,7 @@ class WorkerPool:
         self.ask(game, "start", task)
 
     def step(self, key, action):
-        game, most = self.games[key], self.options.get("horizon", self.env.horizon)
-        if len(game.requests) > most:  # the first request started it
-            raise GameError(f"{self.name}: game {game.task} does not end after {most} turns")
-        self.ask(game, "step", action)
+        self.ask(self.games[key], "step", action)
 
     def gather(self, keys):
         games = [self.games[key] for key in keys]
@@ -270,6 +334,16 @@ class WorkerPool:
             if any(game.answer[2:4]):  # terminated or truncated
                 del self.games[key]
         return [game.answer for game in games]
+
+    def parse_action(self, text):
+        """A response -> (action, valid), by the environment."""
+        try:
+            answer = parts_of(self.env.parse_action(text), "parse_action()", "action, valid")
+            return as_action(answer[0]), as_bool(answer[1], "valid")
+        except Exception as error:
+            raise GameError(f"{self.name}: parse_action must return (action, valid) for every "
+                            f"response, and for {text!r:.200} it fails: {type(error).__name__}: "
+                            f"{error}") from None
 
     def drop(self, key):
         game = self.games.pop(key)

@@ -235,11 +235,11 @@ def random_rollout(sampler, words, config, args):
 
 def random_turn(traj, n, prompt_ids, response, turns):
     """Every second trajectory wins."""
-    done, empty = n + 1 == turns, dict.fromkeys("task category prompt text action".split(), "")
+    done, empty = n + 1 == turns, dict.fromkeys("task category text action".split(), "")
     return Turn(traj=traj, turn=n, prompt_ids=prompt_ids, action_ids=response.ids, v=response.v,
                 q=response.q, logp=response.logp, reward=10.0 * (done and traj % 2),
                 end=End.TERMINATED if done else None, invalid=False, admissible=True, won=False,
-                score=0.0, **empty)
+                score=0.0, messages=[], **empty)
 
 
 @dataclasses.dataclass

@@ -89,7 +89,8 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
                   "toiletpaperhanger tvstand wateringcan").split()
         words = PHRASES, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
     phrases, nouns = words
-    prompts = envs.FIRST, envs.LATER, envs.PAST, envs.FULL_FIRST, envs.FULL_LATER
+    prompts = (envs.FIRST, envs.LATER, envs.PAST, envs.COMMANDS, envs.ALWAYS, envs.OTHERS,
+               envs.SAME_WAY)
     fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
     phrases = sorted({*fixed, *phrases, role, envs.ANSWER} - {""})
     letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
@@ -237,7 +238,7 @@ def demonstrator_of(name):
 @functools.cache
 def demonstrator(name, **options):
     """An environment, made once per process."""
-    return demonstrator_of(name)(**options)
+    return envs.make_env(demonstrator_of(name), **options)
 
 
 def demonstrate_here(config, flags, seed, task):
@@ -254,20 +255,24 @@ def samples_of(lm, turns, context, config):
     """A demonstration -> training samples [(ids, spans of responses)]. In "window", every turn is a
     sample with the label as response. In "full", the responses are what was executed, because the
     conversation continues from there, and only those equal to the label are trained on."""
-    builder, samples = envs.env_class(config.env).prompt_builder(*turns[0][:2]), []
-    end = lm.chat.end_of_turn_id()
+    env, samples = envs.env_class(config.env), []
+    builder, end = env.prompt_builder(*turns[0][:2]), lm.chat.end_of_turn_id()
     for n, turn in enumerate(turns):
         if n > 0:
             builder.record(turns[n - 1].executed, turn.obs, turn.info)
         if n == 0 or context == "window":
             samples.append(([], []))
         ids, spans = samples[-1]
-        ids += lm.chat.encode_user_turn(next(iter(builder.prompts(context, config.history))), ids)
+        messages = next(builder.messages(context, config.history))
+        ids += lm.chat.encode_messages(messages, ids, env.tool_schemas())
         start = len(ids)
         action = turn.label if context == "window" else turn.executed
-        text = f"<think> {turn.thought} </think> <action> {action} </action>"
-        prefix = lm.chat.response_prefix  # what the template writes itself is not repeated
-        text = text[text.find("<action>") if "</think>" in prefix else 7 * ("<think>" in prefix):]
+        text = env.format_response(turn.thought, action)
+        # what the template writes itself is not repeated
+        if "</think>" in lm.chat.response_prefix:
+            text = text.partition("</think>")[2].lstrip()
+        elif "<think>" in lm.chat.response_prefix:
+            text = text.removeprefix("<think>")
         ids += lm.chat.encode(text) + [end]
         if action == turn.label:
             spans.append((start, len(ids)))
@@ -430,7 +435,8 @@ def parse(argv=None):
     given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
     random_model = given["model"] == "random"
     small = SMALL_SETTINGS if random_model else recommended_settings(given["model"], given["env"])
-    if given.get("context") == "full":  # a prompt's limit is not a conversation's
+    if envs.context_for(given["env"], given.get("context")) == "full":
+        # a prompt's limit is not a conversation's
         small = {name: value for name, value in small.items() if name != "max_prompt"}
     config = train.filled(train.settings(**small | given))
     flags = Flags(**(SMALL_FLAGS if small else {}) | vars(flags))

@@ -24,8 +24,7 @@ from runtime.cli import one_line_errors
 from runtime.distributed import init_distributed
 
 REACT = ("{role} Your task is to: {task}\n{lessons}What has happened so far:\n{trace}Observation: "
-         "{obs}\nCommands that work now: [{commands}].\n\nContinue with your next thought and "
-         "action. {answer}")
+         "{obs}\n{commands}\n\nContinue with your next thought and action. {answer}")
 LESSONS = "You have tried this task before and failed. What you told yourself then:\n{lessons}\n"
 REFLECT = ("{role} Your task was to: {task}\n{lessons}This is what happened:\n{trace}Observation: "
            "{obs}\n\nYou did not succeed. In a few sentences, tell yourself what went wrong and "
@@ -37,13 +36,15 @@ def run_trials(sampler, games, pool, *, style, seed=0, max_num_seqs=MAX_NUM_SEQS
     """Plays {number: game} and yields (number, episode_record), as eval.run_episodes does.
     Reflexion plays a game up to TRIALS times, and yields a record each time."""
     lessons = {number: [] for number in games}
-    make_prompts = None if style == "plain" else (
-        lambda number, turns, builder: react_prompts(turns, builder, lessons[number]))
+    make_messages = None if style == "plain" else (
+        lambda number, turns, builder: (
+            builder.system + envs.user_message(prompt)
+            for prompt in react_prompts(turns, builder, lessons[number])))
     for trial in range(TRIALS if style == "reflexion" else 1):
         stream, failed = (seed, 0, EVALUATION + trial), {}
         for number, turns, builder in trajectories(
                 sampler, [*games.values()], pool, trajs=games, max_num_seqs=max_num_seqs,
-                seed=stream, history=history, make_prompts=make_prompts):
+                seed=stream, history=history, make_messages=make_messages):
             about = {"trials": trial + 1, "lessons": [*lessons[number]]}
             yield number, episode_record(pool.env, games[number], turns, builder) | about
             if not builder.info["won"]:
@@ -55,12 +56,15 @@ def run_trials(sampler, games, pool, *, style, seed=0, max_num_seqs=MAX_NUM_SEQS
 
 def react_prompts(turns, builder, lessons, template=REACT):
     """Yields the prompt with all thoughts and turns, then with fewer of the oldest."""
-    past_lessons, fields = "", builder.fields(builder.info["admissible"])
+    past_lessons, commands, fields = "", builder.info["admissible"], builder.fields()
+    fields["answer"], fields["commands"] = builder.instruction, ""
+    if commands is not None:
+        fields["commands"] = envs.COMMANDS.format(commands=envs.quoted(commands))
     if lessons:
         past_lessons = LESSONS.format(
             lessons="\n".join(f"- {' '.join(lesson.split())}" for lesson in lessons))
     past = [f"Observation: {builder.format_obs(turn.obs)}\nThought: {thought_of(turn.text)}\n"
-            f"Action: {turn.action}\n" for turn in turns]
+            f"Action: {envs.action_text(turn.action)}\n" for turn in turns]
     for n in range(len(past) + 1):
         yield template.format(**fields, lessons=past_lessons, trace="".join(past[n:]))
 
@@ -96,7 +100,8 @@ class Endpoint:
 
     context = "window"
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
-        response_prefix="", encode_user_turn=lambda text, before=(): list(text)))
+        response_prefix="", encode_user_turn=list,
+        encode_messages=lambda messages, before, tools: list(envs.obs_text(messages))))
 
     def __init__(self, args):
         import openai
