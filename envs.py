@@ -294,6 +294,9 @@ class Env:
         """The JSON schemas of tools, for the chat template; None: there are no tools."""
         return None
 
+    def begin_episode(self):
+        """Called before every reset."""
+
     def expert(self):
         return None
 
@@ -320,14 +323,17 @@ class ToolEnv(Env):
     The next message is what the method returned or, if it raised an exception, that exception's
     text; after an invalid response it says what is wrong.
 
-    `reward` is the return so far, which reset sets to 0 and tools change. The episode ends when a
-    tool sets `done`, or with a response that calls no tool."""
+    `reward` is the return so far: 0 when an episode begins, and tools change it. The episode ends
+    when a tool sets `done`, or with a response that calls no tool."""
 
     context = "full"
     role = instruction = ""
     max_observation = 8000
     reward, done = 0.0, False  # of the episode so far; whether the latest action has ended it
     NO_CALL = "the response has no <tool_call>"
+
+    def begin_episode(self):
+        self.reward, self.done = 0.0, False
 
     @classmethod
     @functools.cache

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import envs
-from model import load
+from model import load, local_folder
 from rollout import EVALUATION, Sampler, trajectories
 from runtime.checkpoint import RunDir, read_json, write_file
 from runtime.cli import Parser, argparse_options, choose_threads, one_line_errors, progress
@@ -144,11 +144,19 @@ def write_reports(before, after, config) -> str:
 
 # ---------------------------------------------------------------------------------------- tables
 
+# What may differ between seeds of one experiment: the machine, and what changes no result.
+NOT_OF_THE_EXPERIMENT = {
+    "seed", "out", "resume", "git", "versions", "date", "wandb", "data", "save_every",
+    "max_num_seqs", "compile", "tokens_per_micro_batch", "gradient_checkpointing",
+    "checksum", "workers"}  # the last two are in old runs only
+
+
 def group_runs(folders, finished=False):
-    """Groups runs by their folders' names without -SEED -> {label: runs}. Folders without a run, or
-    if `finished` without a finished one, are skipped with a message."""
+    """Groups runs by their folders' names without -SEED, and by their settings -> {label: runs}.
+    Folders without a run, or if `finished` without a finished one, and a second run of one seed,
+    are skipped with a message."""
     parent = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in folders])
-    groups = {}
+    found = {}
     for folder in {Path(f).resolve(): Path(f) for f in folders}.values():  # each run once
         try:
             stored = RunDir(folder)
@@ -157,18 +165,31 @@ def group_runs(folders, finished=False):
             if not (run.result if finished else run.lines):
                 raise ValueError("it has no eval.json" if finished else "no iteration is finished")
             label = re.sub(r"-\d+$", "", os.path.relpath(folder, parent))
-            groups.setdefault(label, []).append(run)
+            seeds = found.setdefault(label, {}).setdefault(experiment(run.config), {})
+            if run.config["seed"] in seeds:
+                raise ValueError(f"seed {run.config['seed']} of {label} is there already")
+            seeds[run.config["seed"]] = run
         except (OSError, ValueError) as error:
             print(f"skipping {folder}: {error}", file=sys.stderr)
-    if not groups:
+    if not found:
         raise ValueError("none of these folders can be used")
-    for label, runs in groups.items():
-        differing = [name for name in ("env", "model", "algo", "lr", "batch_size")
-                     if len({str(run.config.get(name)) for run in runs}) > 1]
-        if differing:
-            print(f"Warning: the runs {label}-* count as seeds of one method, but differ in "
-                  f"{', '.join(differing)}", file=sys.stderr)
+    groups = {}
+    for label, experiments in found.items():
+        for settings, seeds in experiments.items():
+            others = [dict(other) for other in experiments]
+            differs = [f"{name}={value}" for name, value in settings
+                       if any(other.get(name, value) != value for other in others)]
+            name = f"{label} ({', '.join(differs)})" if differs else label
+            groups.setdefault(name, []).extend(seeds.values())
     return groups
+
+
+def experiment(config) -> tuple:
+    """The settings that seeds of one experiment have in common, as ((name, value), ...). Their
+    models may have names that differ in a trailing -SEED, too."""
+    config = config | {"model": re.sub(r"-\d+$", "", str(config["model"]))}
+    return tuple((name, str(value)) for name, value in sorted(config.items())
+                 if name not in NOT_OF_THE_EXPERIMENT)
 
 
 class Mean(NamedTuple):
@@ -456,7 +477,8 @@ def episode_page(title, turns, lines, decode, tools=None) -> str:
 SHARED = {"env": str, "data": str, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"],
           "max_num_seqs": int, "horizon": int, "history": int, "max_new_tokens": int,
-          "max_prompt": int, "places": int, "objects": int}  # flags that train.py has too
+          "max_prompt": int, "places": int, "objects": int,
+          "date": str}  # flags that train.py has too
 
 
 def make_parser(description):
@@ -477,19 +499,27 @@ def make_parser(description):
 
 
 def run_of(model):
-    """The run that --model belongs to, as RUN or a folder in it, and its settings; or None and
-    {}."""
-    for folder in (Path(model), Path(model).parent) if Path(model).is_dir() else ():
-        if "env" in read_json(folder / "config.json"):
-            return folder, RunDir(folder).settings()
-    return None, {}
+    """The folder of the run that --model belongs to, however it is reached, or None; and the
+    settings by which that run played, from the model's own sapo.json or else from the run's
+    config.json, or {}."""
+    folder, run = Path(model), None
+    if folder.is_dir():
+        real = folder.resolve()
+        run = next((place for place in (real, real.parent)
+                    if "env" in read_json(place / "config.json")), None)
+    settings = read_json(local_folder(model) / "sapo.json").get("run") or {}
+    if run and not settings:
+        settings = RunDir(run).settings()
+    return run, settings
 
 
 def complete(args):
     """Sets the flags that were not given, from the run that --model belongs to or by default. ->
     the run's folder, or None."""
     run, stored = run_of(args.model)
-    args.weights = f"{run}/final" if run == Path(args.model) else args.model
+    args.weights = args.model
+    if run and run == Path(args.model).resolve():
+        args.weights = f"{run}/final"
     settings = {"env": "house", "context": None, "engine": "kv", "history": 2,
                 "max_new_tokens": 512,
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
@@ -511,13 +541,16 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
     run = complete(args)
     options = envs.options_for(vars(args))
     ids = evenly_spaced(envs.tasks(args.env, args.split, **options), args.limit)
-    own = "" if run == Path(args.model) else Path(args.model).name  # RUN/best has its own files
+    model = Path(args.model).resolve()
+    own = "" if run == model else model.name  # RUN/best has its own files
     out = Path(args.out or run or "runs")
     if out.suffix != ".json":
         out /= "-".join(filter(None, ["eval", own, args.split, kind])) + ".json"
     out.parent.mkdir(parents=True, exist_ok=True)
     answers = out.with_suffix(".jsonl")
-    print0(f"playing {len(ids)} games; finished ones are written to {answers}.new")
+    print0(f"playing {len(ids)} games of {args.env}, context {args.context}"
+           f"{'' if run else ', by default settings and flags'}; finished ones are written to "
+           f"{answers}.new")
     sampler = make_sampler(args)
     with contextlib.closing(envs.Pool(args.env, options, envs.default_workers(args.env))) as pool:
         played = play(sampler, ids, pool, args, run_episodes, f"{answers}.new")
@@ -541,6 +574,8 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
 def load_sampler(args):
     """A Sampler with the model of --model."""
     lm = load(args.weights, env=args.env, dtype=getattr(torch, args.dtype))
+    if args.date:
+        lm.chat.date = args.date
     choose_threads(lm.model)
     return sampler_for(lm, args, args.temperature)
 

@@ -211,6 +211,7 @@ class ActorCritic:
     r_max: float = 10.0
     compile: bool = False  # torch.compile for scoring
     settings: dict = field(default_factory=dict)  # of train.py, recommended by the model's folder
+    run: dict = field(default_factory=dict)  # the settings by which a run played, for eval.py
 
     def __post_init__(self):
         replace_attention(self.model)
@@ -293,7 +294,7 @@ class ActorCritic:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
-                "settings": self.settings}
+                "settings": self.settings, "run": self.run}
         Path(folder, "sapo.json").write_text(json.dumps(ours, indent=2) + "\n")
         suppressed = {*(self.model.generation_config.suppress_tokens or ()), *self.value_ids}
         with edit_json(f"{folder}/generation_config.json") as config:
@@ -654,6 +655,9 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     Rows of tokens that are reserved here for the first time are set to 0. ValueError: the model
     cannot be used."""
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
+    if hasattr(model, "peft_config") or any(hasattr(x, "base_layer") for x in model.modules()):
+        raise ValueError("the model has an adapter, such as LoRA's, that is not merged: merge it "
+                         "first (peft: model = model.merge_and_unload())")
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
     stored = read_sapo_json(model.name_or_path) if model.name_or_path else {}
@@ -680,7 +684,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
         chat.protect({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,
                      tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0),
-                     settings=stored.get("settings", {}))
+                     settings=stored.get("settings", {}), run=stored.get("run", {}))
     check_head(lm)
     return lm
 

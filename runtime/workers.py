@@ -120,6 +120,8 @@ def as_info(info, env, task, won):
     if not isinstance(info, Mapping):
         raise ValueError(f"info is {info!r}, not a dict")
     commands = info.get("admissible")
+    if isinstance(commands, (set, frozenset)):
+        commands = sorted(commands)  # a set has no order of its own
     if isinstance(commands, str):
         raise ValueError(f"admissible is {commands!r}, not a list of commands")
     if commands is not None:
@@ -169,6 +171,7 @@ class EnvWorker:
     def load(self, number, task):
         if number not in self.loaded:
             env = self.spare.pop() if self.spare else self.make_env()
+            env.begin_episode()
             self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
             self.loaded.add(number)
 
