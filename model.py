@@ -354,6 +354,7 @@ class Chat:
     `date` is what the template takes for today (default: the day on which this is made); it can be
     set later. ValueError: the tokenizer has no suitable template."""
 
+    # how templates write a content: as it is, without blanks around it, within a JSON string
     FORMS = (str, str.strip, lambda text: json.dumps(text, ensure_ascii=False)[1:-1])
 
     def __init__(self, tokenizer, date: str | None = None):
@@ -391,6 +392,8 @@ class Chat:
         """Messages, of the assistant too -> text, up to where the next response begins."""
         template = self.tokenizer.get_chat_template(tools=tools)
         today = datetime.date.fromisoformat(self.date)
+        # transformers passes no function to a template, so what strftime_now("%d %b %Y") returns is
+        # written in its place
         template = re.sub(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""",
                           lambda call: today.strftime(call[1]), template)
         return self.tokenizer.apply_chat_template(

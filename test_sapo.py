@@ -1435,7 +1435,7 @@ def test_what_a_tool_returns_never_becomes_control_tokens(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_model_is_told_of_its_tools_and_to_call_them_as_json(name, caplog):
+def test_every_model_is_told_of_its_tools_and_to_call_them_as_json(name):
     tokenizer = byte_level(TEMPLATES[name][0])
     chat = model_module.Chat(tokenizer, DAY)
     for system in ("You answer.", None):
@@ -1461,6 +1461,14 @@ def test_result_of_a_tool_is_a_users_message_where_the_template_has_no_role_for_
     quiet = model_module.Chat(byte_level(TEMPLATES["Qwen3"][0]), DAY)
     quiet.encode_messages(results, [1])
     assert len(caplog.messages) == 1
+
+
+def test_blanks_around_what_a_tool_returned_stay_if_the_template_keeps_them():
+    trims = SMOLLM.replace("m.content", "m.content | trim")
+    for template, kept in ((SMOLLM, "  1\n"), (trims, "1")):
+        tokenizer = byte_level(template)
+        ids = model_module.Chat(tokenizer).encode_messages(messages_of(("tool", "  1\n")), [1])
+        assert f"<|im_start|>tool\n{kept}<|im_end|>" in tokenizer.decode(ids)
 
 
 def test_templates_that_number_their_messages_cannot_be_appended_to():
