@@ -32,7 +32,8 @@ import sys
 import types
 
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import EnvWorker, WorkerPool, as_python, obs_text, processes_per_rank
+from runtime.workers import (EnvWorker, WorkerPool, as_python, is_importable, obs_text,
+                             processes_per_rank)
 from simulators.house import NOTHING, Room, task_ids
 from simulators.textworld import Engine, alfworld_root, game_folders
 
@@ -635,8 +636,9 @@ def options_for(settings: dict) -> dict:
 
 
 def default_workers(name) -> int:
-    """Worker processes per rank: 0 for the house, whose steps take less time than a message."""
-    return 0 if name == "house" else processes_per_rank()
+    """Worker processes per rank: 0 for the house, whose steps take less time than a message, and
+    for a class that other processes cannot import, such as one of a notebook."""
+    return processes_per_rank() if name != "house" and is_importable(name) else 0
 
 
 def Pool(name, options=None, workers=0) -> WorkerPool:

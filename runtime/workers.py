@@ -246,11 +246,18 @@ def processes_per_rank() -> int:
     return max(1, min(16, cores) // ranks)
 
 
+def is_importable(env) -> bool:
+    """Whether another process can import an environment, a name or a class."""
+    if isinstance(env, type):
+        env = f"{env.__module__}:{env.__qualname__}"
+    return not env.startswith("__main__:") and "<locals>" not in env
+
+
 def importable_name(env) -> str:
     """The name by which worker processes can import an environment. ValueError: there is none."""
     if isinstance(env, type):
         env = f"{env.__module__}:{env.__qualname__}"
-    if env.startswith("__main__:") or "<locals>" in env:
+    if not is_importable(env):
         raise ValueError(f"worker processes cannot import {env}: put the class into a module, or "
                          "use workers=0 to play in this process")
     return env
