@@ -274,7 +274,7 @@ class Env:
     max_observation = None  # maximum characters of a message; what is left out is counted in it
     fallback = 30  # characters used as the action if a response has no tags
     graded = False  # whether a score can be between 0 and 1
-    settings = {}  # of train.py, recommended with this environment
+    recommended = {}  # settings of train.py
     patience = 600  # seconds after which a silent worker is replaced
 
     @classmethod
@@ -512,7 +512,7 @@ class WebShop(Env):
     role = ("You shop in an online store by typing commands: search[words of your own] looks "
             "through its catalogue, click[...] follows a link or a button or chooses an option. "
             "Find a product that is all that is asked for, choose its options, and buy it.")
-    settings = {"mini_batch": 64}  # episodes are short
+    recommended = {"mini_batch": 64}  # episodes are short
     goals = "synthetic"  # which of WebShop's two sets of goals
     flags, horizon, graded = ("data",), 15, True
     fallback, max_prompt = 20, 4096  # pages are long

@@ -210,7 +210,7 @@ class ActorCritic:
     tau_v: float = 1.0
     r_max: float = 10.0
     compile: bool = False  # torch.compile for scoring
-    settings: dict = field(default_factory=dict)  # of train.py, recommended by the model's folder
+    recommended: dict = field(default_factory=dict)  # settings of train.py, from the model's folder
     run: dict = field(default_factory=dict)  # the settings by which a run played, for eval.py
 
     def __post_init__(self):
@@ -294,7 +294,7 @@ class ActorCritic:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
-                "settings": self.settings, "run": self.run}
+                "settings": self.recommended, "run": self.run}
         Path(folder, "sapo.json").write_text(json.dumps(ours, indent=2) + "\n")
         suppressed = {*(self.model.generation_config.suppress_tokens or ()), *self.value_ids}
         with edit_json(f"{folder}/generation_config.json") as config:
@@ -684,7 +684,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
         chat.protect({*value_ids, *stop_ids})
     lm = ActorCritic(model, tokenizer, chat, tuple(value_ids), stop_ids,
                      tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0),
-                     settings=stored.get("settings", {}), run=stored.get("run", {}))
+                     recommended=stored.get("settings", {}), run=stored.get("run", {}))
     check_head(lm)
     return lm
 

@@ -3171,9 +3171,9 @@ def test_folders_of_models_recommend_settings_and_pass_them_on(tmp_path):
     assert recommended("tiny", "house") == {**recommended("tiny", "alfworld"), "iterations": 24}
     assert recommended("tiny")["dtype"] == "float32" and recommended(str(tmp_path)) == {}
     lm = load("tiny")
-    assert lm.settings == recommended("tiny")
+    assert lm.recommended == recommended("tiny")
     dataclasses.replace(lm, tau_v=2.0).save(tmp_path)
-    assert recommended(str(tmp_path)) == load(str(tmp_path)).settings == lm.settings
+    assert recommended(str(tmp_path)) == load(str(tmp_path)).recommended == lm.recommended
     (tmp_path / "sapo.json").write_text("{")
     with pytest.raises(ValueError, match="cannot read .*sapo.json: Expecting"):
         recommended(str(tmp_path))

@@ -75,7 +75,7 @@ def train(config: "Config", lm: ActorCritic = None, pool: WorkerPool = None,
 class Learner:
     """SAPO: the model, its optimizer, targets and loss."""
 
-    settings = {}  # recommended with this method, see `settings` below
+    recommended = {}  # settings of this method
     unused = ("critic_lr",)  # settings without effect
 
     def __init__(self, lm: ActorCritic, config: "Config"):
@@ -598,7 +598,8 @@ def settings(**given) -> Config:
             was = "; ".join(f"--{name} was {stored.get(name)}" for name in other)
             raise ValueError(f"--resume: {chosen.out} was started with different settings ({was})")
         return Config(**(stored | given))
-    recommended = (envs.env_class(chosen.env).settings | learner_class(chosen.algo).settings
+    recommended = (envs.env_class(chosen.env).recommended
+                   | learner_class(chosen.algo).recommended
                    | recommended_settings(chosen.model, chosen.env))
     if envs.context_for(chosen.env, chosen.context) == "full":
         recommended.pop("max_prompt", None)  # a prompt's limit is not a conversation's
@@ -750,7 +751,7 @@ def load_initial_model(config, pool, task) -> ActorCritic:
     choose_threads(lm.model)
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
     print0(f"on {lm.device}{threads}, {world_size()} rank(s); w+ and w- are tokens {lm.value_ids}")
-    taken = [f"{k} {v}" for k, v in lm.settings.items() if getattr(config, k, None) == v]
+    taken = [f"{k} {v}" for k, v in lm.recommended.items() if getattr(config, k, None) == v]
     if taken:
         print0(f"settings that {config.model} recommends: {', '.join(taken)}")
     return lm

@@ -45,7 +45,7 @@ class GroupBased(PolicyLearner):
     """Each trajectory is compared with the others of its task, on whichever rank they were played.
     ValueError: the group size is 1."""
 
-    settings = {"group_size": 8}
+    recommended = {"group_size": 8}
 
     def __init__(self, lm, config):
         if config.group_size == 1:
@@ -214,7 +214,7 @@ class PPO(SeparateCritic):
     turn alone. So a token's advantage is that reward minus its value, whitened over all tokens. In
     `old`, p_v is V / R_max before each response token, (M,), and y_v likewise."""
 
-    settings = {"gamma": 1.0, "gae_lambda": 1.0}
+    recommended = {"gamma": 1.0, "gae_lambda": 1.0}
     unused = ("gamma", "gae_lambda", "c_v", "c_q")
 
     def critic_values(self, micro):

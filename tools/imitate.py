@@ -466,7 +466,7 @@ def main():
             own = config.env not in ("house", "alfworld")
             lm = random_tiny(config.seed, dtype, envs.env_class(config.env).role,
                              vocabulary_of(config, flags) if own else None)
-            lm.settings = SMALL_SETTINGS
+            lm.recommended = SMALL_SETTINGS
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)
