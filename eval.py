@@ -255,7 +255,7 @@ DIGITS = {"end": 1, "end, T = 1": 1, "while learning": 1, EPISODES: 0, "V explai
 
 def recent(run, key) -> list:
     """A metric averaged over the last WINDOW episodes, after each iteration, as [(episodes so far,
-    mean), ...], from where there are that many episodes."""
+    mean), ...], from where there are that many episodes (or at the end, if there never are)."""
     values, episodes = np.array([(line[key], line["episodes"]) for line in run.lines]).T
     total = np.cumsum(episodes)
     begin = np.searchsorted(total, total - WINDOW, side="right")  # iterations left out
@@ -356,7 +356,7 @@ def draw(groups, path, reach=None) -> None:
     if reach is not None:
         curve_of, panels, xlabel, note = recent, panels[:2], "episodes", f"; last {WINDOW} episodes"
     configs = [runs[0].config for runs in groups.values()]
-    targets = [config.get("gamma") for config in configs]  # discount of what V and Q explain
+    gammas = [config.get("gamma") for config in configs]  # of the returns that V and Q explain
     fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
     axes = fig.subplots(1, len(panels))
     for ax, key in zip(axes, panels):
@@ -370,7 +370,7 @@ def draw(groups, path, reach=None) -> None:
             # (n, runs, 2), as long as the shortest run
             points = np.array([*zip(*(curve_of(run, key) for run in runs))])
             x, y = points[:, 0, 0], points[..., 1]
-            alike = targets[place] == targets[0] or "explained" not in key
+            alike = gammas[place] == gammas[0] or "explained" not in key
             if alike and (y.any() or key == "success"):  # a method without values has V = 0
                 mean, error = np.array([Mean.of(row) for row in y]).T
                 ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=MARKERS[place],

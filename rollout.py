@@ -483,7 +483,8 @@ class Sampler:
         finished = []
         keep = dict.fromkeys(range(self.num_active))  # a set with an order
         for i, (sequence, is_active) in enumerate(zip(sequences, active.tolist())):
-            if is_active or sequence.response is not None:  # seen in an earlier snapshot
+            seen_before = sequence.response is not None  # in an earlier snapshot
+            if is_active or seen_before:
                 continue
             n = num_generated[i].item()
             v, q = value[i].tolist()
@@ -640,8 +641,8 @@ def generate_with_hf(sampler: Sampler) -> list:
 # ---------------------------------------------------------------------------------------- episodes
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
-# Streams of random numbers. Two are those of tools/imitate.py. Trial k of Reflexion in
-# tools/prompted.py has the stream EVALUATION + k.
+# Streams of random numbers: each use has its own. New ones are added before the last, because
+# tools/prompted.py also uses those behind it.
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
@@ -678,8 +679,7 @@ class Turn:
     action: object  # text, or anything else that JSON can hold
     end: End | None = None  # of the last turn: why the episode ended
     obs: object = ""  # the environment's observation, text or chat messages, behind `messages`
-    # in the update, the mean over its tokens, once it is known; NaN would make equal turns unequal
-    advantage: float = field(default=float("nan"), compare=False)
+    advantage: float = field(default=float("nan"), compare=False)  # normalized; set by an update
 
     @property
     def done(self) -> bool:
@@ -790,9 +790,11 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 playing[traj].send(response)  # it acts
                 bar.update()
                 pending.append((traj, sampler.steps))
-            # the first ones of `pending`: either all of them are due, or the oldest
+            # answers to collect: all, if more episodes wait for games than for the model; else the
+            # oldest, which come first in `pending`
+            all_due = len(pending) > sampler.busy
             due = [traj for traj, step in pending
-                   if len(pending) > sampler.busy or step + ENV_LATENCY_STEPS <= sampler.steps]
+                   if all_due or step + ENV_LATENCY_STEPS <= sampler.steps]
             pending = pending[len(due):]
             for traj, answer in zip(due, pool.gather(due)):
                 try:
