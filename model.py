@@ -478,18 +478,6 @@ def recommended_settings(name: str, env: str | None = None) -> dict:
     return read_sapo_json(resolve_model(name, env)).get("settings", {})
 
 
-def is_tiny(name: str) -> bool:
-    """Whether a name is that of a model as small as the tiny ones, or "random", from which
-    tools/imitate.py starts."""
-    config = local_folder(name) / "config.json"
-    if name == "random" or not config.is_file():
-        return name == "random"
-    try:
-        return json.loads(config.read_text())["hidden_size"] == 64
-    except (ValueError, KeyError, TypeError):  # it is no model's; `load` says what is wrong
-        return False
-
-
 def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float | None = None,
          r_max: float | None = None, device=None, dtype=torch.float32, prompt: str = "",
          max_new_tokens: int = 0) -> ActorCritic:
