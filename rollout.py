@@ -74,7 +74,7 @@ class DecodeState:
         the model does not support it."""
         self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
         self.is_stop = is_stop  # (vocabulary,)
-        self.value_rows = lm.value_rows()  # a copy
+        self.value_rows = lm.value_rows()  # a copy, by which V and Q are read
         self.backbone = lm.model.base_model
         self.in_pieces = False  # whether decoding steps use attention_in_pieces
         zero = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
@@ -555,8 +555,8 @@ class Sampler:
             raise unsupported(self.lm, "not every layer attends to all previous tokens, or the "
                               "rotary embedding depends on the sequence length")
         self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-        way = self.context, compile
-        fast = (gpu or compile) and (check or self.lm.fast_sampling.get(way, True))
+        known = self.lm.fast_sampling.get((self.context, compile), True)
+        fast = (gpu or compile) and (check or known)
         self.accelerate(fast)
         if check and fast and not fast_way_is_right(self):
             fast = False
@@ -564,7 +564,7 @@ class Sampler:
         if check and not fast and (error := check_against_reference(self)):
             raise unsupported(self.lm, error)
         if check:
-            self.lm.fast_sampling[way] = fast
+            self.lm.fast_sampling[self.context, compile] = fast
 
     def accelerate(self, fast):
         """From now on, decodes in the fast way or in the plain one. The fast way captures decoding
