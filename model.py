@@ -606,7 +606,10 @@ def recommended_settings(name: str, env: str | None = None) -> dict:
     """The settings of train.py that a model's folder recommends, by a name that resolve_model
     understands; {} if there are none. No weights are read. ValueError: the folder does not
     exist."""
-    return read_sapo_json(resolve_model(name, env)).get("settings", {})
+    where = resolve_model(name, env)
+    if not Path(where).is_dir() and "/" not in where:  # it is no OWNER/NAME of the hub
+        return {}
+    return read_sapo_json(where).get("settings", {})
 
 
 def load(name: str, *, env: str | None = None, value_tokens=None, tau_v: float | None = None,
