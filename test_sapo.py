@@ -716,8 +716,8 @@ def test_environments_of_all_kinds_play_with_nonsense(env):
     # a token of this model is a whole sentence with tags, so a few turns are valid by chance
     assert {t.traj for t in turns} == {0, 1} and sum(t.invalid for t in turns) > 0.9 * len(turns)
     ends = [t for t in turns if t.done]
-    assert not any(t.won or t.score for t in ends)
-    assert all(t.turn + 1 == (1 if env.tools else env.horizon) for t in ends)
+    assert len(ends) == 2 and not any(t.won or t.score for t in ends)
+    assert env.tools or all(t.end == End.HORIZON and t.turn + 1 == env.horizon for t in ends)
     json.dumps([evaluation.episode_record(env, 0, [t], mock.Mock(info={
         "category": t.category, "won": t.won, "score": t.score})) for t in turns])
     assert evaluation.episode_page("x", turns, [], lambda ids: "x", env.tool_schemas())
@@ -946,7 +946,8 @@ def test_tools_need_a_growing_conversation(monkeypatch, tmp_path):
         train.filled(train.Config(env=Calculator, context="window"))
     name, out = "test_sapo:Calculator", tmp_path / "run"
     config = train.parse_config(["--env", name, "--model", TINY_HOUSE])
-    assert (config.context, config.max_prompt) == (None, None)
+    assert (config.context, config.max_prompt) == ("full", None)
+    assert train.parse_config([]).context == "window"
     assert config.out == "runs/Calculator-tiny-house-0"
     assert train.parse_config(["--env", name, "--context", "full"]).out == "runs/Calculator-tiny-0"
     run_main(train, monkeypatch, "--env", name, "--batch_size", 2, "--iterations", 1,

@@ -632,7 +632,7 @@ def as_json(config: dict) -> dict:
 
 
 def parse_config(argv: list[str] = ()) -> Config:
-    """Flags -> Config, with `out` filled in. ValueError: they cannot be used."""
+    """Flags -> Config, with `out` and `context` filled in. ValueError: they cannot be used."""
     given = vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv))
     first = {name: given[name] for name in ("env", "model", "algo", "context") if name in given}
     if "out" not in given:
@@ -647,7 +647,8 @@ def parse_config(argv: list[str] = ()) -> Config:
     for name in learner_class(config.algo).unused:
         if name in given:
             print0(f"Warning: --{name} has no effect with --algo {config.algo}")
-    return config
+    # in Python a pool may bring another environment, so there `filled` does it
+    return dataclasses.replace(config, context=envs.context_for(config.env, config.context))
 
 
 def learner_class(algo: str) -> type[Learner]:
