@@ -120,6 +120,12 @@ def evaluate_config(lm, pool, config, temperatures=TEMPERATURES) -> dict:
     return out
 
 
+def held_out_success(lm, pool, config) -> float:
+    """Success in the --eval_games of a run at the usual temperature."""
+    played = evaluate_config(lm, pool, config, {"": TEMPERATURES[""]})
+    return report(*played.values())["success"]
+
+
 def success_of(played) -> str:
     """The result of `evaluate_config` in words."""
     return ", ".join(

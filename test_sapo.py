@@ -63,6 +63,7 @@ from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_l
                   value_loss)
 from train import make_samples
 from runtime import checkpoint, cli, compile as compile_module, distributed, optim
+from runtime import run as run_module
 from runtime.test_checkpoint import checkpoints
 from tools import imitate
 from tools.imitate import random_tiny
@@ -1464,7 +1465,7 @@ def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
     first = [len(t.prompt_ids) for t in free if t.turn == 0]
     some, _ = play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": max(first) - 1})
     assert 0 < len({t.traj for t in some}) == sum(n < max(first) for n in first) < len(GAMES)
-    numbers = train.rollout_metrics(some, lm, envs.CATEGORIES, len(GAMES))
+    numbers = run_module.rollout_metrics(some, lm, envs.CATEGORIES, len(GAMES))
     ends = [t for t in some if t.done]
     assert numbers["episodes"] == len(GAMES)
     assert numbers["success"] == pytest.approx(sum(t.won for t in ends) / len(GAMES))
@@ -2457,9 +2458,8 @@ def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_pat
 
 def test_every_task_occurs_once_per_epoch_and_group_size_times(tmp_path):
     config, ids = small_config(tmp_path, "--algo", "rloo", "--group_size", 2), list("abcdefg")
-    run = train.Run.__new__(train.Run)
-    run.task_ids, run.config = ids, dataclasses.replace(config, batch_size=6, iterations=14)
-    drawn = [game for n in range(15) for game in run.tasks(n)]
+    config = dataclasses.replace(config, batch_size=6, iterations=14)
+    drawn = [game for n in range(15) for game in train.draw_tasks(ids, config, n)]
     once = drawn[::2]
     assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
     assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))
@@ -2697,13 +2697,13 @@ def test_stopped_training_without_a_folder_says_that_nothing_is_saved(monkeypatc
 
 
 def test_ranks_whose_prompts_are_all_too_long_wait_for_the_others(tmp_path):
-    run, env, chat = train.Run.__new__(train.Run), make_env("house"), load(TINY_HOUSE).chat
-    run.task_ids, length = tasks("house", "train"), {0: 0, 1: 0}
+    env, chat = make_env("house"), load(TINY_HOUSE).chat
+    ids, length = tasks("house", "train"), {0: 0, 1: 0}
     flags = ["--batch_size", 2, "--iterations", 1, "--horizon", 2, "--eval_games", 0, "--seed", 0]
     while not length[0] > length[1]:  # of the first prompts of rank 0 and of rank 1
         flags[-1] += 1
-        run.config = train.parse_config([*map(str, flags)])
-        for rank, task in enumerate(run.tasks(0)):
+        config = train.parse_config([*map(str, flags)])
+        for rank, task in enumerate(train.draw_tasks(ids, config, 0)):
             prompt = env.prompt_builder(*env.reset(task)).window_prompt()
             length[rank] = len(chat.encode_user_turn(prompt))
     out = tmp_path / "run"
