@@ -192,18 +192,19 @@ class ShopPrompts(PromptBuilder):
 
 
 def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
-    """A response -> (action, valid). The action is the text between the first <action> and the
-    first </action> of one of these texts, in this order:
+    """A response -> (action, valid). The action is the text between the first pair of action tags
+    behind the thought or, if there is none, before it:
 
-    1. what follows the first </think> (the whole response, if there is none). If a further </think>
-       comes after an </action>, that action was still a part of the thought: then what
-       follows that action counts instead, and so on, until no further </think> comes
-    2. what comes before the first <think>
+        <think> a </think> <action>look</action>                                     look, valid
+        <action>look</action> <think> a </think>                                     look, valid
+        <think> no </think> <action>a</action>. </think> <action>look</action>       look, valid
+        <action>look</action>                                                        look, invalid
 
-    If neither has these two tags in this order, the action is the last `fallback` characters, and
-    invalid. Else it is valid if there is a pair of think tags, too, and, as in verl-agent, no
-    Chinese character. Tags may be in any case. What a chat template begins a response with, <think>
-    and a line break or an empty thought, is no part of the last characters."""
+    In the third one, the thought ends at the last </think> that follows an </action>. A response is
+    valid if it has a pair of think tags, too, and, as in verl-agent, no Chinese character. If no
+    action is found, the last `fallback` characters are it, and invalid. Tags may be in any case.
+    What a chat template begins a response with, <think> and a line break or an empty thought, is no
+    part of the last characters."""
     text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
     thought = 0 <= text.find("<think>") < text.find("</think>")
     answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
@@ -249,9 +250,9 @@ class Env:
                      0
         score        from 0 to 1; default: 1 if won
 
-    An episode's rewards must sum to within +-r_max. It is truncated after `horizon` turns. One
-    object plays many games, so reset must reset everything, and many objects are used at once in
-    one process. The same actions must lead to the same answers, because the games of a worker that
+    An episode's rewards must sum to within +-r_max. The pool truncates it after `horizon` turns.
+    One object plays many games, so reset must reset everything, and many objects are used at once
+    in one process. The same actions must lead to the same answers, because the games of a worker that
     died are played again; and tasks() must always be the same. tools/imitate.py also needs
     advice(forgetful) -> (thought, action) or None, a demonstrator. The rest has defaults.
 

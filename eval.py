@@ -264,7 +264,8 @@ def recent(run, key) -> list:
     mean), ...], from where there are that many episodes (or at the end, if there never are)."""
     values, episodes = np.array([(line[key], line["episodes"]) for line in run.lines]).T
     total = np.cumsum(episodes)
-    begin = np.searchsorted(total, total - WINDOW, side="right")  # iterations left out
+    # for each iteration, the first one of the window that ends with it
+    begin = np.searchsorted(total, total - WINDOW, side="right")
     first = min(np.searchsorted(total, WINDOW), len(total) - 1)
     return [(int(total[n]), np.average(values[begin[n]:n + 1], weights=episodes[begin[n]:n + 1]))
             for n in range(first, len(total))]
@@ -386,7 +387,7 @@ def draw(groups, path, reach=None) -> None:
             if key == "success" and reach is None:
                 success = [np.mean(values) for values in zip(*map(held_out, runs))]
                 ax.scatter(range(len(success)), success, color=color, edgecolor="black", marker="D",
-                           label=None if place else "held-out games, T = 0.4")
+                           label=None if place else f"held-out games, T = {TEMPERATURES['']}")
     axes[0].set_ylim(0, None)
     if reach is not None:
         axes[0].axhline(reach, color="black", lw=0.8, ls=":", label=f"{reach:.0%}")
@@ -504,7 +505,7 @@ def make_parser(description):
     return parser
 
 
-def run_of(model):
+def run_of(model, env=None):
     """The folder of the run that --model belongs to, however it is reached, or None; and the
     settings by which that run played, from the model's own sapo.json or else from the run's
     config.json, or {}."""
@@ -513,16 +514,16 @@ def run_of(model):
         real = folder.resolve()
         run = next((place for place in (real, real.parent)
                     if "env" in read_json(place / "config.json")), None)
-    settings = read_json(local_folder(model) / "sapo.json").get("run") or {}
+    settings = read_json(local_folder(model, env) / "sapo.json").get("run") or {}
     if run and not settings:
         settings = RunDir(run).settings()
     return run, settings
 
 
 def complete(args):
-    """Sets the flags that were not given, from the run that --model belongs to or by default. ->
-    the run's folder, or None."""
-    run, stored = run_of(args.model)
+    """Sets the flags that were not given: from the run that --model belongs to, else by default.
+    Returns the run's folder, or None."""
+    run, stored = run_of(args.model, args.env)
     args.weights = args.model
     if run and run == Path(args.model).resolve():
         args.weights = f"{run}/final"
@@ -530,8 +531,8 @@ def complete(args):
                 "max_new_tokens": 512,
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
     if args.env not in (None, settings["env"]):  # these fit only the run's own environment
-        settings |= dict.fromkeys(("data", "horizon", "max_prompt"))
-    if args.context not in (None, settings["context"]):  # a prompt's limit is not a conversation's
+        settings |= dict.fromkeys(("data", "horizon", "max_prompt", "context"))
+    if args.context not in (None, settings["context"]):  # it is meant for the run's own context
         settings["max_prompt"] = None
     vars(args).update({k: settings.get(k) for k in SHARED if getattr(args, k) is None})
     env, args.context = envs.env_class(args.env), envs.context_for(args.env, args.context)

@@ -92,8 +92,8 @@ def make_batch(samples: list) -> Batch:
     row, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
     tokens = sum(end - start for _, start, end in turns)
     turn_of = torch.arange(len(turns)).repeat_interleave(end - start, output_size=tokens)
-    length = end - start
-    tokens_before = length.cumsum(0) - length  # response tokens of the turns before each turn
+    response_length = end - start  # (N,)
+    tokens_before = response_length.cumsum(0) - response_length  # of the turns before each turn
     col = torch.arange(len(turn_of)) + (start - tokens_before)[turn_of]
     return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
                  row, start, end, turn_of, row[turn_of], col)
@@ -407,6 +407,7 @@ class Chat:
     def layout(self, *roles: str, tools=None, begin_response: bool = True) -> Layout | None:
         """The Layout of messages of these roles; None if the template fails with them, or drops,
         repeats or reorders contents. Those that it gets here show in what form it writes them."""
+        # a blank, a quote and a newline tell the FORMS apart
         contents = [f"@{i}@" if role == "assistant" else f'\t@{i}"\n@\t'
                     for i, role in enumerate(roles)]
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents)]
@@ -433,6 +434,7 @@ class Chat:
             turn = ("assistant", *roles)
             layout = self.layout(*("user", *turn, *turn) if continues else roles, tools=tools)
             if layout and continues:
+                # the texts before: user, assistant, `roles`, assistant, `roles`; and the last one
                 first, second = layout.texts[2:len(roles) + 2], layout.texts[-len(roles) - 1:]
                 alike = first == second[:-1]
                 second[0] = self.after_response(second[0])
@@ -533,8 +535,9 @@ class Chat:
 
     def show_tools(self, messages: list, tools: list) -> tuple:
         """The messages at the start of a conversation, and JSON schemas of tools -> the messages,
-        with what the template does not say of tools in the system message, and the schemas if the
-        template shows them, else None. Calls are <tool_call> with JSON for every model."""
+        and the schemas to give to the template, or None. What the template would not say (the
+        schemas, or that calls are <tool_call> with JSON for every model) is added to the system
+        message."""
         without, shown = (self.next_layout(("user",), False, x) for x in (None, tools))
         if shown and re.search(r'<tool_call>\s*{[^{}]*"arguments"', "".join(shown.texts)):
             return messages, tools

@@ -187,7 +187,7 @@ class DecodeState:
     def update_state(self, n: int, token: torch.Tensor, hidden: torch.Tensor) -> None:
         """Advances the first n slots by their tokens (n,), whose hidden states (n, D) the model has
         computed, and ends those whose response is complete."""
-        active, num_generated = self.active[:n], self.num_generated[:n]
+        active, num_generated = self.active[:n], self.num_generated[:n]  # views: changed in place
         self.hidden[:n] = hidden
         self.position[:n] += active
         num_generated += active
@@ -292,7 +292,7 @@ class Sampler:
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
         self.tokens_encoded = self.tokens_sampled = self.steps = 0
-        self.value_rows = lm.value_rows  # what V and Q are read by; the check has rows of its own
+        self.read_value_rows = lm.value_rows  # a method; the check replaces it by one of its own
         self.forget()
         if engine == "kv":
             self.set_up(lm.device.type == "cuda", compile, check)
@@ -412,7 +412,7 @@ class Sampler:
     def prefill(self):
         """Gives slots to the waiting sequences, and prefills what is new of them."""
         waiting, self.waiting = self.waiting, []
-        self.state.set_value_rows(self.value_rows())  # they may have been trained since
+        self.state.set_value_rows(self.read_value_rows())  # they may have been trained since
         for sequence in waiting:
             if sequence not in self.slots:
                 if None not in self.slots:
@@ -504,7 +504,7 @@ class Sampler:
     # ---- where sequences are, and how large the decode state is
     def compact(self, keep):
         """Swaps the slots `keep` into [0, len(keep)). What was there, idle conversations in "full",
-        takes their old slots."""
+        takes their old slots: with keep = [0, 2, 3], slots a b c d become a d c b."""
         self.num_active = len(keep)
         source = [*range(len(self.slots))]  # for each slot, the one that it takes over
         gaps = sorted(set(range(self.num_active)) - set(keep))
@@ -555,16 +555,18 @@ class Sampler:
             raise unsupported(self.lm, "not every layer attends to all previous tokens, or the "
                               "rotary embedding depends on the sequence length")
         self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-        known = self.lm.fast_sampling.get((self.context, compile), True)
-        fast = (gpu or compile) and (check or known)
-        self.accelerate(fast)
-        if check and fast and not fast_way_is_right(self):
-            fast = False
-            self.accelerate(fast)
-        if check and not fast and (error := check_against_reference(self)):
-            raise unsupported(self.lm, error)
-        if check:
-            self.lm.fast_sampling[self.context, compile] = fast
+        way = (self.context, compile)
+        has_fast_way = gpu or compile
+        if not check:
+            self.accelerate(has_fast_way and self.lm.fast_sampling.get(way, True))
+            return
+        self.accelerate(has_fast_way)
+        fast = has_fast_way and fast_way_is_right(self)
+        if not fast:
+            self.accelerate(False)
+            if error := check_against_reference(self):
+                raise unsupported(self.lm, error)
+        self.lm.fast_sampling[way] = fast
 
     def accelerate(self, fast):
         """From now on, decodes in the fast way or in the plain one. The fast way captures decoding
@@ -641,8 +643,8 @@ def generate_with_hf(sampler: Sampler) -> list:
 # ---------------------------------------------------------------------------------------- episodes
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
-# Streams of random numbers: each use has its own. New ones are added before the last, because
-# tools/prompted.py also uses those behind it.
+# Streams of random numbers: each use has its own. EVALUATION must stay the last one, because
+# tools/prompted.py also uses EVALUATION + 1, + 2, ...
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
@@ -678,7 +680,7 @@ class Turn:
     text: str  # of the response
     action: object  # text, or anything else that JSON can hold
     end: End | None = None  # of the last turn: why the episode ended
-    obs: object = ""  # the environment's observation, text or chat messages, behind `messages`
+    obs: object = ""  # the observation, text or chat messages, of which `messages` were made
     advantage: float = field(default=float("nan"), compare=False)  # normalized; set by an update
 
     @property
@@ -784,9 +786,11 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 playing[traj].send(None)  # it starts its game
                 pending.append((traj, sampler.steps))
             pool.load([task for _, task in waiting[:16]])  # in the background
-            # never more, even if no game is waited for, so that `interrupted` is asked often enough
-            since = pending[0][1] if pending else sampler.steps
-            for traj, response in sampler.run(since + ENV_LATENCY_STEPS - sampler.steps):
+            # until the oldest request is due; if there is none, as long, so that `interrupted` is
+            # asked often enough
+            oldest = pending[0][1] if pending else sampler.steps
+            next_due = oldest + ENV_LATENCY_STEPS
+            for traj, response in sampler.run(next_due - sampler.steps):
                 playing[traj].send(response)  # it acts
                 bar.update()
                 pending.append((traj, sampler.steps))

@@ -18,8 +18,8 @@ Shapes: N turns, M response tokens, B sequences, T tokens. Readouts p are in [-1
 and Q are R_max p (Eq. 2). Advantages come from V alone; Q is trained as an auxiliary task.
 
 A loss is a sum divided by `denom`, the number of tokens or turns of the whole mini-batch. So the
-gradients of micro-batches and ranks are summed, not averaged. The numbers in `info` are summed in
-the same way, but for those that end in _max, of which the maximum counts.
+gradients of micro-batches and ranks are summed, not averaged. Numbers in `info` are summed, too,
+except those that end in _max: take their maximum.
     python sapo.py       works through one small trajectory
 """
 import math
@@ -47,6 +47,7 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
         return v_old.clone(), v_old.clone(), v_old.clone()
 
     ids, row = traj.long().unique(return_inverse=True)
+    # the first and last turn of each trajectory
     first = torch.full_like(ids, turn.max()).scatter_reduce(0, row, turn, "amin")
     last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
     col, longest = turn - first[row], int((last - first).max()) + 1
@@ -129,13 +130,11 @@ def check_shapes(*tensors) -> None:
         raise ValueError(f"tensors must have one shape; these have {shapes}")
 
 
-def denominator(denom, mask, *tensors):
-    """What a loss divides its sum by: `denom`, or the number of entries, at least 1. It also checks
-    that the tensors have one shape."""
-    check_shapes(*tensors, mask)
+def denominator(denom, mask, x):
+    """What a loss over x divides its sum by: `denom`, or the number of entries, at least 1."""
     if denom is not None:
         return denom
-    return max(1, tensors[0].numel()) if mask is None else mask.bool().sum().clamp(min=1)
+    return max(1, x.numel()) if mask is None else mask.bool().sum().clamp(min=1)
 
 
 def safe_max(x: Tensor) -> Tensor:
@@ -149,7 +148,8 @@ def policy_loss(logp: Tensor, logp_old: Tensor, adv: Tensor, mask: Tensor | None
 
     Four tensors of one shape, (M,) or (B, T): current and old log-probs of the sampled tokens, the
     advantage of each token (its turn's), and a mask of response tokens (None: all are)."""
-    denom = denominator(denom, mask, logp, logp_old, adv)
+    check_shapes(logp, logp_old, adv, mask)
+    denom = denominator(denom, mask, logp)
     ratio = masked(mask, logp - logp_old).exp()  # Eq. 8; masked first, as padding may hold anything
     adv = masked(mask, adv)
     unclipped, clipped = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
@@ -166,7 +166,8 @@ def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tenso
     p, p_old, y (N,): current readouts, old readouts, targets / R_max; valid (N,): which turns
     are not padding (None: all). The mean is over turns, not tokens. `saturated` is the fraction of
     readouts at +-1, where Eq. 1 has no gradient."""
-    denom = denominator(denom, valid, p, p_old, y)
+    check_shapes(p, p_old, y, valid)
+    denom = denominator(denom, valid, p)
     p, p_old, y = (masked(valid, x) for x in (p, p_old, y))
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
     unclipped, clipped = (p - y) ** 2, (p_clip - y) ** 2
@@ -186,7 +187,8 @@ def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
 
 def kl_loss(logp: Tensor, logp_ref: Tensor, mask: Tensor | None = None, *, denom=None) -> Tensor:
     """The mean of k3 over tokens, (M,) or (B, T)."""
-    denom = denominator(denom, mask, logp, logp_ref)
+    check_shapes(logp, logp_ref, mask)
+    denom = denominator(denom, mask, logp)
     return k3(masked(mask, logp), masked(mask, logp_ref)).sum() / denom
 
 
@@ -197,7 +199,8 @@ def actor_loss(logp: Tensor, entropy: Tensor, *, logp_old: Tensor, logp_ref: Ten
     tensors have one shape, (M,) or (B, T); logp_ref may be None if beta is 0."""
     if beta and logp_ref is None:
         raise ValueError("the KL term (beta > 0) needs logp_ref")
-    tokens = denominator(tokens, mask, logp, entropy)
+    check_shapes(logp, entropy, logp_ref, mask)
+    tokens = denominator(tokens, mask, logp)
     loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
     logp_ref = logp.detach() if logp_ref is None else logp_ref  # the KL is then 0
     token_kl = k3(masked(mask, logp), masked(mask, logp_ref))

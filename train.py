@@ -52,9 +52,10 @@ from sapo import (discounted_returns, explained_variance, normalize_advantages, 
 
 def train(config: "Config", lm: ActorCritic = None, pool: WorkerPool = None,
           learner: "Learner" = None) -> ActorCritic:
-    """Algorithm 1, whole -> the trained model. What is not given is made from `config`; what is
-    given keeps its own settings, as `prepared` says. KeyboardInterrupt: SIGTERM or Ctrl-C came.
-    GameError: an environment failed. Both times the last finished iteration is saved first."""
+    """Algorithm 1, whole -> the trained model. `config` is made by `settings(...)`, and what is not
+    given is made from it; what is given keeps its own settings, as `prepared` says.
+    KeyboardInterrupt: SIGTERM or Ctrl-C came. GameError: an environment failed. Both times the last
+    finished iteration is saved first."""
     with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
         for iteration in range(run.first_iteration, run.config.iterations):
             run.begin_rollout()
@@ -78,10 +79,11 @@ class Learner:
 
     recommended = {}  # settings of this method
     unused = ("critic_lr",)  # settings without effect
+    trains_values = True  # whether V and Q are read from the model's own head
 
     def __init__(self, lm: ActorCritic, config: "Config"):
-        if "c_v" not in self.unused and (config.c_v or config.c_q) and not all(
-                p.requires_grad for p in lm.head.parameters()):
+        frozen = not all(p.requires_grad for p in lm.head.parameters())
+        if frozen and self.trains_values and (config.c_v or config.c_q):
             raise ValueError("the head of the model is frozen (requires_grad is False), and V and "
                              "Q are read from it: unfreeze it, or set c_v and c_q to 0")
         self.lm, self.config, self.clock = lm, filled(config), Clock()
@@ -130,8 +132,10 @@ class Learner:
         sums = all_gather_list([(difference, len(sampled))])
         self.clock.record("old_logprobs")
         difference = sum(x for x, _ in sums) / max(1, sum(n for _, n in sums))
-        most = MOST_LOGPROB_DIFF[self.lm.model.dtype == torch.float32]
-        if not difference <= most and not self.warned_of_sampler:  # NaN is no agreement
+        is_float32 = self.lm.model.dtype == torch.float32
+        most = ROUNDING_IN_FLOAT32 if is_float32 else ROUNDING_IN_16_BITS
+        agrees = difference <= most  # False for NaN
+        if not agrees and not self.warned_of_sampler:
             self.warned_of_sampler = True
             print0(f"Warning: the sampler's log-probs differ from those of a forward pass by "
                    f"{difference:.2g} a token on average, and rounding explains at most {most:g}. "
@@ -183,12 +187,12 @@ class Learner:
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         """Line 6: the forward pass and Eq. 12 of a micro-batch -> (loss, info). n_tokens and
         n_turns are the denominators, over all ranks' micro-batches of the mini-batch."""
-        c, tokens, turns = self.config, micro.tokens, micro.turns  # two slices
+        c, token_slice, turn_slice = self.config, micro.tokens, micro.turns
         return sapo_loss(
-            *self.lm.score(micro), logp_old=old.logp[tokens], adv=targets.adv[tokens],
-            logp_ref=None if ref is None else ref[tokens],
-            p_v_old=old.p_v[turns], p_q_old=old.p_q[turns],
-            y_v=targets.y_v[turns], y_q=targets.y_q[turns],
+            *self.lm.score(micro), logp_old=old.logp[token_slice], adv=targets.adv[token_slice],
+            logp_ref=None if ref is None else ref[token_slice],
+            p_v_old=old.p_v[turn_slice], p_q_old=old.p_q[turn_slice],
+            y_v=targets.y_v[turn_slice], y_q=targets.y_q[turn_slice],
             clip=c.clip, clip_v=c.clip, clip_q=c.clip, c_v=c.c_v, c_q=c.c_q, beta=c.beta,
             c_h=c.c_h, tokens=n_tokens, turns=n_turns)
 
@@ -243,17 +247,16 @@ class Targets(NamedTuple):
 
 
 def fingerprint(model) -> str:
-    """A short text that differs for models with different weights: a hash of each parameter's first
-    numbers."""
+    """A short text to recognize weights by: a hash of the first 64 numbers of each parameter."""
     first = torch.cat([p.detach().flatten()[:64].float() for p in model.parameters()])
     return hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------ the gradient step
 
-# Differences that rounding can make, by whether the model is in float32: there they are below 1e-5.
-# In 16 bits, SmolLM2 has 0.03 where all is right, and 0.44 if the sampler's temperature is 1.2.
-MOST_LOGPROB_DIFF = {True: 1e-4, False: 0.15}
+# The mean difference of log-probs that rounding can make. In float32 it is below 1e-5. In 16 bits,
+# SmolLM2 has 0.03 where all is right, and 0.44 if the sampler's temperature is 1.2.
+ROUNDING_IN_FLOAT32, ROUNDING_IN_16_BITS = 1e-4, 0.15
 GRAD_CLIP = 1.0  # the largest gradient norm, that of verl-agent
 MAX_FAILED_STEPS = 5  # non-finite steps in a row, after which the run stops
 
@@ -316,7 +319,7 @@ def optimizer_step(model, optimizer, infos, lr):
     ValueError: this was the last of MAX_FAILED_STEPS such steps in a row."""
     trained = trainable_parameters(model)
     for p in trained:
-        if p.grad is None:  # grad_dtype: float32, unless AdamW keeps its state in 16 bits
+        if p.grad is None:  # AdamW sets grad_dtype: float32, unless its state has 16 bits
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     all_reduce_sum([p.grad for p in trained])
     norm = float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP))
@@ -396,29 +399,33 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
     mini_batch) mini-batches of nearly equal size (fewer if one sample has more turns than that
     size). Returns this rank's turns, and for each mini-batch the list of this rank's
     micro-batches (model.Batch), which may be empty."""
-    mine = [((sample.turns[0].traj, sample.turns[0].turn), sample)
-            for sample in make_samples(turns, config.context)]
-    sizes = all_gather_list([(key, len(sample.turns)) for key, sample in mine])
-    mine = dict(mine)
-    if len(dict(sizes)) < len(sizes):
+    samples = make_samples(turns, config.context)
+    own_keys = [(sample.turns[0].traj, sample.turns[0].turn) for sample in samples]
+    mine = dict(zip(own_keys, samples))
+    keyed_sizes = all_gather_list([(key, len(x.turns)) for key, x in zip(own_keys, samples)])
+    size_of = dict(keyed_sizes)  # in turns, of all ranks' samples
+    if len(size_of) < len(keyed_sizes):
         raise ValueError("two turns have the same trajectory number and index: give every rollout "
                          "of an update, and every rank, other numbers with rollout(..., trajs=)")
-    if not sizes:
+    if not size_of:
         raise ValueError("the first prompt of every task is too long: raise --max_prompt, or lower "
                          "--max_new_tokens")
-    keys, sizes = zip(*sorted(sizes))
-    order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
-    sizes = np.array(sizes)[order]
-    count = -(-sizes.sum() // config.mini_batch)
-    # (samples,) the mini-batch of each. Turn number i of n goes to mini-batch i * count // n, so
-    # that they have equal sizes, because a small last step would be noisy
+    rng = np.random.default_rng([config.seed, iteration, SHUFFLE])
+    keys = sorted(size_of)
+    keys = [keys[i] for i in rng.permutation(len(keys))]
+    sizes = np.array([size_of[key] for key in keys])
+    n_turns = sizes.sum()
+    count = -(-n_turns // config.mini_batch)  # of mini-batches, rounded up
+    # (samples,) the mini-batch of each: turn i goes to number i * count // n_turns, so that all
+    # have about the same size, because a small last step would be noisy
     first_turn = sizes.cumsum() - sizes
-    minibatch_of = first_turn * count // sizes.sum()
+    minibatch_of = first_turn * count // n_turns
     minibatches, ordered, m = [], [], 0  # m: response tokens so far
     for number in np.unique(minibatch_of):
         minibatches.append([])
-        samples = [mine[keys[i]] for i in order[minibatch_of == number] if keys[i] in mine]
-        for group in micro_batches(samples, config.tokens_per_micro_batch):
+        in_it = [key for key, its_number in zip(keys, minibatch_of) if its_number == number]
+        own = [mine[key] for key in in_it if key in mine]
+        for group in micro_batches(own, config.tokens_per_micro_batch):
             micro = make_batch([(sample.ids, sample.spans) for sample in group]).to(device)
             n = len(ordered)
             ordered += [turn for sample in group for turn in sample.turns]
@@ -506,7 +513,8 @@ class Config:
     context: Literal["window", "full"] = None  # a new prompt each turn, or one conversation;
         # default the environment's, which is window for all that are named here
     engine: Literal["kv", "hf"] = "kv"  # kv: our sampler; hf: transformers' generate
-    max_num_seqs: int = None  # games played side by side per rank; default all of an iteration
+    max_num_seqs: int = None  # games played side by side per rank; default all of an iteration,
+        # and 144 in evaluations
     compile: bool = None  # torch.compile scoring, and sampling at temperature 1; default on a GPU
     dtype: Literal["float32", "bfloat16"] = None  # of the weights; default bfloat16 on a GPU
     history: int = 2  # past turns shown in a prompt of --context window
@@ -554,6 +562,8 @@ class Config:
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
 
     def __post_init__(self):
+        if self.env in envs.ENVS.values():  # a class that has a name
+            object.__setattr__(self, "env", envs.name_of(self.env))
         for f in dataclasses.fields(self):
             choices, value = get_args(f.type), getattr(self, f.name)
             if choices and value is not None and value not in choices:
@@ -584,11 +594,11 @@ RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_
 
 def settings(**given) -> Config:
     """The settings of a run, as the command line has them: those of the paper (Config's defaults),
-    then those that the method, the environment and the model's folder recommend ("settings" in its
+    then those that the environment, the method and the model's folder recommend ("settings" in its
     sapo.json), then `given`. With resume=True, those of the run in `out`, if there is one.
 
-    ValueError: a value cannot be used, or contradicts the run that is resumed (but for
-    RESUME_MUTABLE)."""
+    ValueError: a value cannot be used, or is not that of the run that is resumed. (Those in
+    RESUME_MUTABLE may be others.)"""
     chosen = Config(**given)
     if chosen.resume and chosen.out and (RunDir(chosen.out) / "config.json").exists():
         stored = RunDir(chosen.out).settings()
@@ -603,7 +613,8 @@ def settings(**given) -> Config:
                    | learner_class(chosen.algo).recommended
                    | recommended_settings(chosen.model, chosen.env))
     if envs.context_for(chosen.env, chosen.context) == "full":
-        recommended.pop("max_prompt", None)  # a prompt's limit is not a conversation's
+        # it is meant for single prompts, and would limit the whole conversation
+        recommended.pop("max_prompt", None)
     return Config(**(recommended | given))
 
 
@@ -648,7 +659,7 @@ def parse_config(argv: list[str] = ()) -> Config:
     for name in learner_class(config.algo).unused:
         if name in given:
             print0(f"Warning: --{name} has no effect with --algo {config.algo}")
-    # in Python a pool may bring another environment, so there `filled` does it
+    # (from Python, `train` does it, once it knows the pool's environment)
     return dataclasses.replace(config, context=envs.context_for(config.env, config.context))
 
 
@@ -669,12 +680,13 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
     iteration where the loop was stopped; else evaluates again, and writes final weights and
     reports. With config.out = None it writes nothing.
 
-    No setting exists twice. A model's own R_max and tau_v hold, and a given pool's environment and
-    options; a given learner gets this config."""
+    No setting exists twice:
+        r_max, tau_v                 are the model's, and not config's
+        env and its constructor's    are a given pool's
+        all others                   are config's, also for a given learner"""
     if pool:
-        name = envs.name_of(pool.env)
-        known = {name: x for name, x in pool.options.items() if hasattr(config, name)}
-        config = dataclasses.replace(config, env=name if name in envs.ENVS else pool.env, **known)
+        options = {name: x for name, x in pool.options.items() if hasattr(config, name)}
+        config = dataclasses.replace(config, env=pool.env, **options)
     config = filled(config)
     if config.wandb and not config.out:
         raise ValueError("--wandb needs --out, the folder of the run")

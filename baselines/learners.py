@@ -31,6 +31,7 @@ class PolicyLearner(Learner):
     """The terms of Eq. 12 that concern the policy: the model's own V and Q are not trained."""
 
     unused = ("critic_lr", "gamma", "gae_lambda", "c_v", "c_q")
+    trains_values = False
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         c, m = self.config, micro.tokens

@@ -156,7 +156,7 @@ def check_against_reference(sampler) -> str:
         layer.keys.zero_()  # a fast way that failed may have left NaN
         layer.values.fill_(1000.0)  # attending to what is not there shows in every result
     try:
-        sampler.value_rows = lambda: rows
+        sampler.read_value_rows = lambda: rows
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
                 ids += encode_check_prompt(lm, texts[key], ids)[:room]
@@ -174,7 +174,7 @@ def check_against_reference(sampler) -> str:
                 responses.append((response, uniforms[key][:len(response.ids)]))
         sampled, plain, exact = sampled_plain_exact(sampler, sequences, rows)
     finally:
-        sampler.value_rows = lm.value_rows
+        sampler.read_value_rows = lm.value_rows
         sampler.is_stop.copy_(stops)
         sampler.forget()
         sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0

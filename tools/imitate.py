@@ -436,7 +436,7 @@ def parse(argv=None):
     random_model = given["model"] == "random"
     small = SMALL_SETTINGS if random_model else recommended_settings(given["model"], given["env"])
     if envs.context_for(given["env"], given.get("context")) == "full":
-        # a prompt's limit is not a conversation's
+        # its max_prompt is meant for single prompts
         small = {name: value for name, value in small.items() if name != "max_prompt"}
     config = train.filled(train.settings(**small | given))
     flags = Flags(**(SMALL_FLAGS if small else {}) | vars(flags))
