@@ -252,8 +252,8 @@ class Env:
 
     An episode's rewards must sum to within +-r_max. The pool truncates it after `horizon` turns.
     One object plays many games, so reset must reset everything, and many objects are used at once
-    in one process. The same actions must lead to the same answers, because the games of a worker that
-    died are played again; and tasks() must always be the same. tools/imitate.py also needs
+    in one process. The same actions must lead to the same answers, because the games of a worker
+    that died are played again; and tasks() must always be the same. tools/imitate.py also needs
     advice(forgetful) -> (thought, action) or None, a demonstrator. The rest has defaults.
 
     The worker pool checks every answer (lone surrogates are replaced, NumPy types are allowed, a
