@@ -255,8 +255,9 @@ def fingerprint(model) -> str:
 # ------------------------------------------------------------------------------ the gradient step
 
 # The mean difference of log-probs that rounding can make. In float32 it is below 1e-5. In 16 bits,
-# SmolLM2 has 0.03 where all is right, and 0.44 if the sampler's temperature is 1.2.
-ROUNDING_IN_FLOAT32, ROUNDING_IN_16_BITS = 1e-4, 0.15
+# SmolLM2 has 0.02 to 0.04 where all is right, 0.43 or more if the sampler's temperature is 1.2, and
+# 0.17 or more in the other context.
+ROUNDING_IN_FLOAT32, ROUNDING_IN_16_BITS = 1e-4, 0.1
 GRAD_CLIP = 1.0  # the largest gradient norm, that of verl-agent
 MAX_FAILED_STEPS = 5  # non-finite steps in a row, after which the run stops
 
