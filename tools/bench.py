@@ -2,20 +2,26 @@
 
     python tools/bench.py sampler              both engines side by side on random prompts
     python tools/bench.py iteration [--ppo]    seconds per phase of an iteration, PPO beside SAPO
+    python tools/bench.py attention            ways of attending to the KV cache, each one's error
+    python tools/bench.py folder OUT           writes a random model, which train.py can start from
 
 Each of them has --help. What is compared takes turns, so that a noisy machine is noisy for both.
-The first round is a warm-up, and medians of the others are printed. On a GPU, MFU (model FLOPs
-utilization) is computed with an H200's peak, and without padding.
+The first round is a warm-up, of an iteration only its first three turns, and medians of the others
+are printed. On a GPU, MFU (model FLOPs utilization) is computed with an H200's peak, and without
+padding.
 """
 import dataclasses
 import os
 import sys
 import time
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -25,8 +31,9 @@ import train
 from baselines.learners import PPO, SeparateCritic
 from model import actor_critic, load, resolve_model
 from rollout import End, Sampler, Turn
+from runtime.attention import grouped_query_attention, pieces_of_cache
 from runtime.checkpoint import peak_memory, versions
-from runtime.cli import choose_threads, one_line_errors, parser_for
+from runtime.cli import Parser, choose_threads, one_line_errors, parser_for
 from runtime.distributed import init_distributed
 from tools.imitate import random_tiny, tiny_tokenizer
 
@@ -35,8 +42,9 @@ from tools.imitate import random_tiny, tiny_tokenizer
 PEAK, BANDWIDTH = 788e12, 4.3e12  # measured on H200s by others: bf16 FLOP/s, bytes/s
 
 # Qwen2.5, from the config.json of each size: hidden size, intermediate size, layers, heads,
-# key-value heads, vocabulary size, tied embeddings
-QWEN25 = {"0.5B": (896, 4864, 24, 14, 2, 151936, True),
+# key-value heads, vocabulary size, tied embeddings; "small" is ours, to try things on a CPU
+QWEN25 = {"small": (64, 128, 3, 4, 2, 4096, True),
+          "0.5B": (896, 4864, 24, 14, 2, 151936, True),
           "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
           "7B": (3584, 18944, 28, 28, 4, 152064, False)}
 
@@ -65,6 +73,35 @@ def random_model(name, dtype, seed=0):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa")
     return actor_critic(model.eval(), tiny_tokenizer())
+
+
+# Qwen2.5's chat template, without its part for tools
+QWEN25_TEMPLATE = """{% if messages[0].role != 'system' %}<|im_start|>system
+You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def folder_main(argv):
+    """Writes a random model into a folder, with Qwen2.5's template and the tiny model's tokenizer
+    under Qwen's names of control tokens."""
+    parser = Parser(description="Writes a random model, for train.py --model OUT.")
+    parser.add_argument("out", help="the folder; it must not exist")
+    parser.add_argument("--model", default="Qwen2.5-1.5B", help="whose architecture it has")
+    args = parser.parse_args(argv)
+    if Path(args.out).exists():
+        raise ValueError(f"{args.out} exists already")
+    lm = random_model(args.model, torch.bfloat16)
+    written = lm.tokenizer.backend_tokenizer.to_str()
+    for old, new in (("<|user|>", "<|im_start|>"), ("<|end|>", "<|im_end|>")):
+        written = written.replace(old, new)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(written), chat_template=QWEN25_TEMPLATE,
+        eos_token="<|im_end|>", pad_token="<|pad|>", unk_token="<|unknown|>",
+        clean_up_tokenization_spaces=False)
+    actor_critic(lm.model, tokenizer).save(args.out)
 
 
 def sizes(lm):
@@ -269,11 +306,15 @@ def iteration_main(argv):
         learners["ppo"] = rival = PPO(lm, dataclasses.replace(config, algo="ppo"))
         # it shares the policy's optimizer and reference, so that the memory of both fits
         rival.optimizer, rival.reference = learner.optimizer, learner.reference
+        # in each round, the first changes the policy before the second compares it with the sampler
+        learner.warned_of_sampler = rival.warned_of_sampler = True
     sampler = evaluation.sampler_for(lm, config)
     phases, diffs = {algo: [] for algo in learners}, []
     for n in tqdm(range(args.repeats + 1), desc="iterations", leave=False):
         took = []  # seconds
-        turns = timed(took, random_rollout, sampler, words, config, args)
+        # three turns compile everything, and a whole warm-up may take minutes
+        played = args if n else dataclasses.replace(args, turns=min(3, args.turns))
+        turns = timed(took, random_rollout, sampler, words, config, played)
         for algo in sorted(learners, reverse=n % 2 == 1):  # the order changes from round to round
             learner = learners[algo]
             learner.clock.take()
@@ -335,7 +376,141 @@ def print_memory(lm, learners, peak):
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")
 
 
-COMMANDS = {"sampler": sampler_main, "iteration": iteration_main}
+# ------------------------------------------------------------------------------------- attention
+
+@dataclasses.dataclass
+class AttentionFlags:
+    """Every field is a flag, and its comment is the flag's --help."""
+
+    model: str = "Qwen2.5-1.5B"  # whose layers and heads
+    cached: int = 5000  # prefill: tokens that the longest of its four rows has in the cache
+    new: int = 80  # prefill: new tokens of each row
+    length: int = 950  # decoding: mean number of tokens in the cache of a row
+    repeats: int = 5  # measured rounds
+
+
+class Attention(NamedTuple):
+    """What one call attends to; as in a DecodeState, new tokens are in the cache already."""
+
+    query: torch.Tensor  # (R, H, T, E)
+    layers: list  # for each layer (keys, values), each (slots, S + 1, H', E)
+    slots: torch.Tensor | None  # (R,) the slot of each row; None: the first R
+    lengths: torch.Tensor  # (R,) positions that the last token of a row attends to
+    kv_length: int  # the largest of them, rounded up
+
+
+# Each of these returns the outputs of all layers, (R, T, H, E) each.
+
+def by_sdpa(x: Attention):
+    """With a mask. A prefill copies the slots first, and makes a call for each head of a group."""
+    new, column = x.query.shape[2], torch.arange(x.kv_length, device=x.query.device)
+    unseen = column > (x.lengths[:, None] - new + column[:new])[:, None, :, None]
+    mask = torch.zeros_like(unseen, dtype=x.query.dtype).masked_fill(unseen, float("-inf"))
+    slots = slice(len(x.query)) if x.slots is None else x.slots
+    return [grouped_query_attention(None, x.query, keys[slots, :x.kv_length].transpose(1, 2),
+                                    values[slots, :x.kv_length].transpose(1, 2), mask)[0]
+            for keys, values in x.layers]
+
+
+def in_pieces(x: Attention):
+    pieces = pieces_of_cache(x.lengths, x.kv_length, x.layers[0][0].shape[1])
+    return [grouped_query_attention(None, x.query, keys.transpose(1, 2), values.transpose(1, 2),
+                                    pieces)[0] for keys, values in x.layers]
+
+
+def by_flash(x: Attention, varlen_attn=None):
+    """One call of FlashAttention on the whole cache, where it lies: each row is a sequence that
+    begins at its slot. Causal attention counts back from its end, which seqused_k tells. With
+    varlen_attn by that function, never with its block_table, which gives wrong results."""
+    rows, _, new, _ = x.query.shape
+    slots = torch.arange(rows, device=x.query.device) if x.slots is None else x.slots
+    first_q = torch.arange(0, rows * new + 1, new, device=x.query.device).int()
+    first_k = F.pad(slots * x.layers[0][0].shape[1], (0, 1)).int()  # the last one is unused
+    q, used, outs = x.query.transpose(1, 2).flatten(0, 1), x.lengths.int(), []
+    for keys, values in x.layers:
+        args = q, keys.flatten(0, 1), values.flatten(0, 1), first_q, first_k, new, x.kv_length
+        if varlen_attn:
+            out = varlen_attn(*args, window_size=(-1, 0 if new > 1 else -1), enable_gqa=True,
+                              seqused_k=used)
+        else:
+            out = torch.ops.aten._flash_attention_forward(*args, 0.0, new > 1, False,
+                                                          seqused_k=used)[0]
+        outs.append(out.unflatten(0, (rows, new)))
+    return outs
+
+
+def by_varlen_attn(x: Attention):
+    """by_flash, by PyTorch's public function."""
+    from torch.nn.attention.varlen import varlen_attn  # here: not every version has it
+    return by_flash(x, varlen_attn)
+
+
+@torch.no_grad()
+def attention_main(argv):
+    """Prefill behind a cache, then decoding of several numbers of rows."""
+    parser = parser_for(AttentionFlags, "Ways of attending to the KV cache, on random numbers.")
+    args = AttentionFlags(**vars(parser.parse_args(argv)))
+    c, rng, device = architecture(args.model), np.random.default_rng(0), versions()["versions"]
+    print(f"{args.model}, bfloat16 on {device['device']}; ms are medians of {args.repeats}")
+    cached = np.linspace(0.8 * args.cached, args.cached, 4).astype(int)
+    compare(c, 8, cached + args.new, args.new, [5, 0, 7, 2], args.repeats)
+    for rows in (64, 96, 104, 128):
+        lengths = rng.integers(args.length // 2, args.length * 3 // 2 + 1, rows)
+        compare(c, rows, lengths, 1, None, args.repeats)
+
+
+def compare(c, num_slots, lengths, new, slots, repeats):
+    """Prints milliseconds for all layers, and the largest error of the first layer's outputs, which
+    are compared with those in float32."""
+    device, longest = "cuda" if torch.cuda.is_available() else "cpu", int(lengths.max())
+    wide = 256 if longest <= 4096 else 1024  # as Sampler.round_up
+    kv_length, heads, size = -(-longest // wide) * wide, c.num_attention_heads, head_size(c)
+    query = torch.randn(len(lengths), new, heads, size, device=device).bfloat16().transpose(1, 2)
+    cache = torch.randn(c.num_hidden_layers, 2, num_slots, kv_length + 1, c.num_key_value_heads,
+                        size, device=device, dtype=torch.bfloat16)
+    slots = slots and torch.tensor(slots, device=device)
+    x = Attention(query, cache.unbind(), slots, torch.tensor(lengths, device=device), kv_length)
+    exact = by_sdpa(x._replace(query=query.float(), layers=[cache[0].float()]))[0]
+    print(f"{'decoding' if new == 1 else 'prefill'}: {len(lengths)} rows, {new} new tokens each, "
+          f"{lengths.min()} to {longest} in all; {len(cache)} layers", flush=True)
+    for attend in (by_sdpa, in_pieces, by_flash, by_varlen_attn):
+        if attend is in_pieces and new > 1:  # it is for decoding
+            continue
+        try:
+            error = (attend(x)[0].float() - exact).abs().max().item()
+            taken = milliseconds(lambda: attend(x), repeats, capture=new == 1)
+            result = f"{taken:9.3f} ms, {taken / len(cache):.4f} a layer, error {error:.5f}"
+        except NotImplementedError:
+            result = "not on this device"
+        except (ImportError, TypeError, RuntimeError) as error:  # PyTorch is too old, for example
+            result = f"fails: {' '.join(str(error).split())[:200]}"
+        print(f"    {attend.__name__:16}{result}", flush=True)
+
+
+def milliseconds(function, repeats, capture):
+    """The median time of function(), by CUDA events, with `capture` of a CUDA graph of it. On a CPU
+    by a clock."""
+    if not torch.cuda.is_available():
+        seconds = []
+        for _ in range(repeats):
+            timed(seconds, function)
+        return 1e3 * np.median(seconds)
+    graph, times = torch.cuda.CUDAGraph(), []
+    if capture:
+        with torch.cuda.graph(graph):
+            function()
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay() if capture else function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return np.median(times[1:])
+
+
+COMMANDS = {"sampler": sampler_main, "iteration": iteration_main, "attention": attention_main,
+            "folder": folder_main}
 
 
 def main():

@@ -4,7 +4,9 @@ import re
 import pytest
 import torch
 
-from test_sapo import on_the_cpu, random_model, run_main  # on_the_cpu is used automatically
+import train
+from model import load
+from test_sapo import check_run, on_the_cpu, random_model, run_main  # on_the_cpu: automatically
 from tools import bench
 
 
@@ -39,3 +41,54 @@ def test_engines_sample_the_same_tokens_and_hf_needs_one_more_pass(monkeypatch, 
     run_main(bench, monkeypatch, "sampler", "--rows", 3, "--prompt", 20, "--new", 9, "--repeats", 1)
     hf, kv = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
     assert hf[-1] == kv[-1] == "100%" and hf[2] == hf[3] == "1.00" and float(kv[3]) > float(kv[2])
+
+
+def test_folder_has_qwens_template_and_can_be_trained(monkeypatch, tmp_path):
+    folder = tmp_path / "model"
+    run_main(bench, monkeypatch, "folder", folder, "--model", "Qwen2.5-small")
+    with pytest.raises(SystemExit, match="exists already"):
+        run_main(bench, monkeypatch, "folder", folder)
+    lm = load(str(folder))
+    text = lm.tokenizer.decode(lm.chat.encode_user_turn("go to desk 1"))
+    assert re.fullmatch(r"<\|im_start\|> system You are Qwen .*<\|im_end\|> <\|im_start\|> user "
+                        r"go to desk 1 <\|im_end\|> <\|im_start\|> assistant", text)
+    assert lm.stop_ids == (lm.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    run_main(train, monkeypatch, "--model", folder, "--out", tmp_path / "run", "--iterations", 1,
+             "--batch_size", 2, "--horizon", 2, "--max_new_tokens", 4, "--eval_games", 2)
+    assert check_run(tmp_path / "run", 1)[0]["grad_norm"] > 0
+
+
+def flash_attention(query, key, value, first_q, first_k, max_q, max_k, dropout, causal, *args,
+                    scale=None, seqused_k=None, **kwargs):
+    """What torch.ops.aten._flash_attention_forward computes on a GPU."""
+    groups, scale = query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5
+    out, lse = torch.zeros_like(query), torch.full(query.shape[1::-1], float("inf"))
+    for start, end, first, used in zip(first_q, first_q[1:], first_k, seqused_k):
+        if used:
+            keys, values = (x[first:first + used].float().repeat_interleave(groups, 1)
+                            .transpose(0, 1) for x in (key, value))
+            scores = scale * query[start:end].float().transpose(0, 1) @ keys.mT
+            if causal:
+                allowed = torch.ones(scores.shape[1:]).tril(int(used - (end - start)))
+                scores = scores.masked_fill(allowed == 0, float("-inf"))
+            lse[:, start:end] = scores.logsumexp(-1)
+            out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(out.dtype)
+    return out, lse, torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_all_ways_of_attention_agree(monkeypatch, capsys, on_a_gpu):
+    """Lengths beyond one piece, of which each row has another; with what a GPU has, all of it."""
+    if on_a_gpu:
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention)
+    run_main(bench, monkeypatch, "attention", "--model", "Qwen2.5-small", "--cached", 50, "--new",
+             8, "--length", 200, "--repeats", 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith(("prefill: 4 rows", "decoding: ")) for line in lines) == 5
+    found = [line.split(maxsplit=1) for line in lines if line.startswith("    ")]
+    decoding = ["by_sdpa", "in_pieces", "by_flash", "by_varlen_attn"]
+    assert [name for name, _ in found] == ["by_sdpa", "by_flash", "by_varlen_attn", *4 * decoding]
+    errors = [float(result.split()[-1]) for name, result in found if on_a_gpu or name == "by_sdpa"]
+    assert 0 < min(errors) and max(errors) < 0.02
+    assert on_a_gpu or all(result == "not on this device"
+                           for name, result in found if name != "by_sdpa")
