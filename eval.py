@@ -226,8 +226,17 @@ def markdown(rows):
 
 
 def paper_table(folders):
-    """The paper's Table 1 as Markdown: means over seeds in percent, ± one standard error."""
-    groups = group_runs(folders, finished=True)
+    """The paper's Table 1 as Markdown: means over seeds in percent, ± one standard error. Runs with
+    another start or environment have a table of their own."""
+    tables = {}  # setting: {label: runs}
+    for label, runs in group_runs(folders, finished=True).items():
+        tables.setdefault(setting(runs[0].config), {})[label] = runs
+    heads = [f"{name}:\n\n" * (len(tables) > 1) for name in tables]
+    return "\n\n".join(head + one_table(groups) for head, groups in zip(heads, tables.values()))
+
+
+def one_table(groups) -> str:
+    """{label: runs of one model in one environment} -> a table."""
     first = next(iter(groups.values()))
     env = envs.env_class(first[0].config["env"])
     keys = {"Score": "score{}", "Success": "success{}"} if env.graded else (
@@ -348,7 +357,8 @@ def setting(config):
     """The model, the environment and its size."""
     size = [f"{config.get(k)} {k}" for k in ("places", "objects") if config["env"] == "house"]
     turns = f"{config.get('horizon')} turns"
-    return f"{Path(config['model']).name} on {config['env']} ({', '.join([*size, turns])})"
+    model = re.sub(r"-\d+$", "", Path(config["model"]).name)  # one that was made for each seed
+    return f"{model} on {config['env']} ({', '.join([*size, turns])})"
 
 
 def draw(groups, path, reach=None) -> None:

@@ -3014,6 +3014,9 @@ def test_table_and_curves_of_runs(tmp_path, capsys, monkeypatch):
                        "30 ± 10", "2.00 ± 0.00"]
     assert rows[4][0] == "ppo" and rows[4][2] == "50.0"
     shop = evaluation.paper_table([a_run(tmp_path / "shop", 0.5, 10, env="webshop")]).splitlines()
+    both = evaluation.paper_table([*runs, f"{tmp_path}/shop"])
+    assert both.count("| start |") == 2 and both.startswith("tiny on house (None places, None obj")
+    assert "\n\ntiny on webshop (None turns):\n\n| method | seeds | Score |" in both
     assert "| Score | Success | " in shop[0] and shop[2] == "| start | 1 | 50.0 | 25.0 | – |  |  |"
     drawn, save = {}, Figure.savefig
 
