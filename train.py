@@ -81,19 +81,6 @@ class Learner:
     unused = ("critic_lr",)  # settings without effect
     trains_values = True  # whether V and Q are read from the model's own head
 
-    def __init__(self, lm: ActorCritic, config: "Config"):
-        frozen = not all(p.requires_grad for p in lm.head.parameters())
-        if frozen and self.trains_values and (config.c_v or config.c_q):
-            raise ValueError("the head of the model is frozen (requires_grad is False), and V and "
-                             "Q are read from it: unfreeze it, or set c_v and c_q to 0")
-        self.lm, self.config, self.clock = lm, filled(config), Clock()
-        self.warned_of_sampler = False
-        self.reference = None  # the model that training starts from
-        if config.beta:
-            self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
-        self.optimizer = make_optimizer(lm.model, config)
-        self.steps = 0  # optimizer steps tried, skipped ones included
-
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 of Algorithm 1 for this rank's turns of a rollout -> metrics, under the
         names of `Run.log`. All ranks must call it."""
@@ -107,6 +94,19 @@ class Learner:
         self.free_gradients()
         set_advantages(batch, targets)  # for the page of an episode
         return compute_metrics(targets, steps) | {"sampler_logprob_diff": diff}
+
+    def __init__(self, lm: ActorCritic, config: "Config"):
+        frozen = not all(p.requires_grad for p in lm.head.parameters())
+        if frozen and self.trains_values and (config.c_v or config.c_q):
+            raise ValueError("the head of the model is frozen (requires_grad is False), and V and "
+                             "Q are read from it: unfreeze it, or set c_v and c_q to 0")
+        self.lm, self.config, self.clock = lm, filled(config), Clock()
+        self.warned_of_sampler = False
+        self.reference = None  # the model that training starts from
+        if config.beta:
+            self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
+        self.optimizer = make_optimizer(lm.model, config)
+        self.steps = 0  # optimizer steps tried, skipped ones included
 
     def score_behaviour_policy(self, batch, minibatches) -> Scores:
         """Line 3: one forward pass gives the old log-probs, V_old and Q_old. With --old_logprobs
