@@ -769,6 +769,9 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     make_messages = make_messages or (
         lambda traj, turns, builder: builder.messages(sampler.context, history))
     seed = (seed,) if isinstance(seed, (int, np.integer)) else seed
+    if not isinstance(seed, (tuple, list)) or not all(
+            isinstance(n, (int, np.integer)) and n >= 0 for n in seed):
+        raise ValueError(f"seed is {seed!r}; it must be a whole number from 0 on, or several")
     waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first

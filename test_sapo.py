@@ -3613,6 +3613,22 @@ def test_error_of_an_environment_loses_no_finished_iteration(tmp_path, monkeypat
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == done
 
 
+@pytest.mark.parametrize("name, value", [("lr", "1e-4"), ("batch_size", 2.5), ("seed", "0")])
+def test_settings_are_numbers(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a"):
+        train.Config(**{name: value})
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, "x", None, (0, -1)])
+def test_a_seed_is_a_number_or_several(seed):
+    lm, ids, pool, _ = a_case()
+    sampler = Sampler(lm, max_new_tokens=4)
+    with pytest.raises(ValueError, match="it must be a whole number from 0 on, or several"):
+        rollout(sampler, ids[:1], pool, seed=seed)
+    one, other = (rollout(sampler, ids[:1], pool, seed=seed) for seed in (3, (np.int64(3),)))
+    assert one == other
+
+
 @pytest.mark.parametrize("name, value", [
     ("lr", NAN), ("clip", -1.0), ("gamma", 1.5), ("mini_batch", 0), ("beta", INF), ("horizon", 0)])
 def test_settings_are_checked_where_they_are_made(name, value):

@@ -23,6 +23,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import numbers
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -569,6 +570,10 @@ class Config:
             choices, value = get_args(f.type), getattr(self, f.name)
             if choices and value is not None and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}; it can be {', '.join(choices)}")
+            wanted = {int: numbers.Integral, float: numbers.Real}.get(f.type, object)
+            if value is not None and not isinstance(value, wanted):
+                whole = "whole " * (f.type is int)
+                raise ValueError(f"{f.name} is {value!r}; it must be a {whole}number")
         for low, high, names in RANGES:
             for name in names.split():
                 value = getattr(self, name)
