@@ -661,9 +661,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     Rows of tokens that are reserved here for the first time are set to 0. ValueError: the model
     cannot be used."""
     model = getattr(model, "_orig_mod", model).eval()  # what torch.compile has wrapped
-    if hasattr(model, "peft_config") or any(hasattr(x, "base_layer") for x in model.modules()):
-        raise ValueError("the model has an adapter, such as LoRA's, that is not merged: merge it "
-                         "first (peft: model = model.merge_and_unload())")
+    refuse_adapters(model)
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} is not supported: it has no base_model")
     stored = read_sapo_json(model.name_or_path) if model.name_or_path else {}
@@ -693,6 +691,13 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
                      recommended=stored.get("settings", {}), run=stored.get("run", {}))
     check_head(lm)
     return lm
+
+
+def refuse_adapters(model) -> None:
+    """ValueError: the model has an adapter, so its folder could not be loaded again."""
+    if hasattr(model, "peft_config") or any(hasattr(x, "base_layer") for x in model.modules()):
+        raise ValueError("the model has an adapter, such as LoRA's, that is not merged: merge it "
+                         "first (peft: model = model.merge_and_unload())")
 
 
 def find_stop_ids(model, tokenizer, chat) -> tuple:

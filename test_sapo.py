@@ -3560,8 +3560,10 @@ def test_adapters_are_refused():
     lm = random_model("qwen2", 1)
     layer = lm.model.model.layers[0].mlp
     layer.up_proj.base_layer = torch.nn.Linear(2, 2)  # as peft wraps a layer
-    with pytest.raises(ValueError, match="an adapter, such as LoRA's, that is not merged"):
-        actor_critic(lm.model, lm.tokenizer)
+    for use in (lambda: actor_critic(lm.model, lm.tokenizer),
+                lambda: train.Learner(lm, train.Config())):
+        with pytest.raises(ValueError, match="an adapter, such as LoRA's, that is not merged"):
+            use()
 
 
 def test_tasks_that_are_trained_on_and_held_out_are_refused():

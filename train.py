@@ -35,7 +35,7 @@ import torch
 import envs
 import eval as evaluation
 from model import (ActorCritic, Scores, check_initial_readout, load, make_batch, micro_batches,
-                   recommended_settings)
+                   recommended_settings, refuse_adapters)
 from rollout import ROLLOUT, SHUFFLE, TASKS, Turn, rollout
 from runtime.checkpoint import (Clock, RunDir, default_run_name, init_wandb, read_json,
                                 read_tensors, write_file, write_folder)
@@ -97,6 +97,7 @@ class Learner:
         return compute_metrics(targets, steps) | {"sampler_logprob_diff": diff}
 
     def __init__(self, lm: ActorCritic, config: "Config"):
+        refuse_adapters(lm.model)  # it may have got one since it was loaded
         frozen = not all(p.requires_grad for p in lm.head.parameters())
         if frozen and self.trains_values and (config.c_v or config.c_q):
             raise ValueError("the head of the model is frozen (requires_grad is False), and V and "
