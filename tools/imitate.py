@@ -10,7 +10,8 @@ admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters 
 The paper has no such phase, and larger pretrained models do not need it.
 
 Your own environment needs a demonstrator, advice(forgetful) -> (thought, command) or None. The
-forgetful one may leave out what training should discover. tools/frozen_lake.py is an example.
+forgetful one may leave out what training should discover. tools/frozen_lake.py is an example, and
+tools/sql_agent.py one whose actions are calls of tools.
 """
 import contextlib
 import dataclasses
@@ -22,14 +23,13 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -38,13 +38,14 @@ import envs
 import eval as evaluation
 import train
 from envs import AlfWorld, House
-from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
+from model import (Chat, actor_critic, float32_logits, load, make_batch, micro_batches,
                    recommended_settings, restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
+from runtime.workers import as_info, as_observation, obs_text
 from simulators.house import OBJECTS, PLACES
 from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
 
@@ -60,39 +61,27 @@ PHRASES = (  # fixed strings of the house and of ALFWorld
     "</think>|<action>|</action>|-= Welcome to TextWorld, ALFRED! =-").split("|")
 
 
-def vocabulary_of(config, flags):
-    """(phrases, nouns) of another environment, from demonstrations in training games: the words of
-    observations, thoughts and commands, and the commands that these words do not spell exactly."""
-    ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    counts, commands = Counter(), set()
-    for task in evaluation.evenly_spaced(ids, 256):
-        for turn in demonstrate_here(config, flags, (config.seed, 0), task):
-            admissible = turn.info["admissible"]
-            commands.update(admissible)
-            texts = turn.obs, turn.info["task"], turn.thought, turn.label, *admissible
-            counts.update(re.findall("[A-Za-z]+", " ".join(texts)))
-    nouns = [word for word, _ in counts.most_common(4000)]
-    tags = [word for word in PHRASES if word.startswith("<")]
-    tokenizer = tiny_tokenizer("", (tags, nouns))
-    lost = [c for c in sorted(commands)
-            if tokenizer.decode(tokenizer(c, add_special_tokens=False).input_ids) != c]
-    return tags + lost[:1000], nouns
+TEMPLATE = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
+            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
-def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
-    """A word-level tokenizer. A fixed phrase ("You arrive at") or a numbered noun ("cabinet 1") is
-    one token; unknown words are spelled, so that every ASCII string can be encoded. Spaces,
-    punctuation and articles are dropped, which halves the number of tokens."""
-    if words is None:  # the fixed strings, and all objects and places of the house and ALFWorld
-        types = OBJECTS + PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
-        types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
-                  "toiletpaperhanger tvstand wateringcan").split()
-        words = PHRASES, types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
-    phrases, nouns = words
+def prompt_phrases():
+    """What prompts consist of, beside what is filled in."""
     prompts = (envs.FIRST, envs.LATER, envs.PAST, envs.COMMANDS, envs.ALWAYS, envs.OTHERS,
                envs.SAME_WAY)
-    fixed = [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
-    phrases = sorted({*fixed, *phrases, role, envs.ANSWER} - {""})
+    return [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
+
+
+def tiny_tokenizer():
+    """The word-level tokenizer of the house and ALFWorld. A fixed phrase ("You arrive at") or a
+    numbered noun ("cabinet 1") is one token; unknown words are spelled, so that every ASCII string
+    can be encoded. Spaces, punctuation and articles are dropped, which halves the number of
+    tokens."""
+    types = OBJECTS + PLACES + list(APPLIANCES.values()) + [type_of(LAMP)]
+    types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
+              "toiletpaperhanger tvstand wateringcan").split()
+    nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
+    phrases = sorted({*prompt_phrases(), *PHRASES, envs.HOUSEHOLD, envs.ANSWER} - {""})
     letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in numbers]
@@ -108,18 +97,55 @@ def tiny_tokenizer(role=envs.HOUSEHOLD, words=None):
     pattern = "|".join([*whole, r"[A-Za-z]+ \d+", word, r"\d+", r"[^\s\w.,:;'\"\[\]]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
     tokenizer.add_special_tokens([AddedToken(c, special=True) for c in control])
-    template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
-                "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=template, eos_token="<|end|>",
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|end|>",
         pad_token="<|pad|>", unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
 
 
-def random_tiny(seed=0, dtype=torch.float32, role=envs.HOUSEHOLD, words=None):
+def bpe_tokenizer(texts=(), phrases=()):
+    """A byte-level BPE tokenizer of these texts: what it encodes, it decodes as it was. A word, a
+    digit, a blank, or other characters in a row are encoded alike wherever they are, so that a
+    model can copy them. Each of the `phrases` is one token."""
+    control = [f"<|{name}|>" for name in ("pad", "system", "user", "assistant", "tool", "end")]
+    tags = [f"<{end}{name}>" for name in ("think", "action", "tool_call") for end in ("", "/")]
+    tokenizer = Tokenizer(models.BPE())
+    pieces = Regex(r"[\p{L}_]+|\p{N}|[^\p{L}\p{N}_]+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(pieces, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    whole = "|".join(map(re.escape, [*control, *tags, *sorted(phrases, key=len, reverse=True)]))
+    parts = (part for text in texts for part in re.split(whole, text))
+    tokenizer.train_from_iterator(parts, trainers.BpeTrainer(
+        vocab_size=4000, min_frequency=2, show_progress=False, special_tokens=control,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *sorted(phrases))])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|end|>",
+        pad_token="<|pad|>", clean_up_tokenization_spaces=False)
+
+
+def tokenizer_for(config, flags):
+    """The tokenizer of another environment, made from demonstrations in training games. A line with
+    which all games begin alike, such as an instruction or what a tool does, is one token."""
+    chat, games, beginnings = Chat(bpe_tokenizer()), [], []
+    ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
+    for task in evaluation.evenly_spaced(ids, 256):
+        if turns := demonstrate_here(config, flags, (config.seed, 0), task):
+            samples = samples_of(chat, turns, config.context, config)
+            games += [chat.tokenizer.decode(ids) for ids, _ in samples]
+            (ids, spans), *_ = samples
+            beginning = chat.tokenizer.decode(ids[:spans[0][0]])
+            beginnings.append({*re.split(r"\n|<\|\w+\|>", beginning)})
+    phrases = {*prompt_phrases(), *set.intersection(*beginnings or [set()])}
+    return bpe_tokenizer(games, [phrase for phrase in phrases if " " in phrase])
+
+
+def random_tiny(seed=0, dtype=torch.float32, tokenizer=None):
     """A randomly initialized model of about 0.2 M parameters. Its embeddings are untied, and the
     rows of w+ and w- are 0, so that V = Q = 0 at the start. The architecture is Qwen2's, but under
     the name SeedOss, because transformers would replace the tokenizer of a Qwen2 model."""
-    tokenizer = tiny_tokenizer(role, words)
+    tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
@@ -138,11 +164,11 @@ def random_tiny(seed=0, dtype=torch.float32, role=envs.HOUSEHOLD, words=None):
 class Demonstrated(NamedTuple):
     """One turn of a demonstration."""
 
-    obs: str
+    obs: str | list  # a text, or chat messages
     info: dict
     thought: str
-    label: str  # the command that the demonstrator advises
-    executed: str  # the command that was executed: the label, or in some turns a random one
+    label: object  # the command or call that the demonstrator advises
+    executed: object  # the one that was executed: the label, or in some turns a random command
 
 
 def destinations(commands):
@@ -218,13 +244,17 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
+    obs = as_observation(obs, env, begins=True)
+    first = obs_text(obs)
     while advice := env.advice(forgetful):
         thought, label = advice
+        info = as_info(info, env, task=first, won=False)
         idle = forgetful and [turn.thought for turn in turns[-2:]] == ["done", "done"]
         random_turn = isinstance(env, (House, AlfWorld)) and rng.random() < noise
         executed = rng.choice(info["admissible"]) if random_turn else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
         obs, _, terminated, truncated, info = env.step(executed)
+        obs = as_observation(obs, env, begins=False)
         if terminated or truncated or idle or len(turns) == env.horizon:
             break
     return turns
@@ -251,12 +281,12 @@ def demonstrate_here(config, flags, seed, task):
 
 # ---------------------------------------------------------------- learning from demonstrations
 
-def samples_of(lm, turns, context, config):
+def samples_of(chat, turns, context, config):
     """A demonstration -> training samples [(ids, spans of responses)]. In "window", every turn is a
     sample with the label as response. In "full", the responses are what was executed, because the
     conversation continues from there, and only those equal to the label are trained on."""
     env, samples = envs.env_class(config.env), []
-    builder, end = env.prompt_builder(*turns[0][:2]), lm.chat.end_of_turn_id()
+    builder, end = env.prompt_builder(*turns[0][:2]), chat.end_of_turn_id()
     for n, turn in enumerate(turns):
         if n > 0:
             builder.record(turns[n - 1].executed, turn.obs, turn.info)
@@ -264,16 +294,16 @@ def samples_of(lm, turns, context, config):
             samples.append(([], []))
         ids, spans = samples[-1]
         messages = next(builder.messages(context, config.history))
-        ids += lm.chat.encode_messages(messages, ids, env.tool_schemas())
+        ids += chat.encode_messages(messages, ids, env.tool_schemas())
         start = len(ids)
         action = turn.label if context == "window" else turn.executed
         text = env.format_response(turn.thought, action)
         # what the template writes itself is not repeated
-        if "</think>" in lm.chat.response_prefix:
+        if "</think>" in chat.response_prefix:
             text = text.partition("</think>")[2].lstrip()
-        elif "<think>" in lm.chat.response_prefix:
+        elif "<think>" in chat.response_prefix:
             text = text.removeprefix("<think>")
-        ids += lm.chat.encode(text) + [end]
+        ids += chat.encode(text) + [end]
         if action == turn.label:
             spans.append((start, len(ids)))
     return [(ids, spans) for ids, spans in samples if spans]
@@ -305,7 +335,7 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
             some = [games[i] for i in rng.choice(len(games), 32)]
             play = functools.partial(demonstrate_here, config, flags, (config.seed, step))
             for turns in filter(None, mapper(play, some)):
-                buffer += samples_of(lm, turns, context, config)
+                buffer += samples_of(lm.chat, turns, context, config)
             if len(buffer) == had:
                 raise ValueError("the demonstrator knows no way to win any of the games drawn")
             rng.shuffle(buffer)
@@ -434,11 +464,14 @@ def parse(argv=None):
     given = {"env": "house", "model": "random"} | given
     given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
     random_model = given["model"] == "random"
-    small = SMALL_SETTINGS if random_model else recommended_settings(given["model"], given["env"])
+    small = (SMALL_SETTINGS | envs.env_class(given["env"]).recommended if random_model else
+             recommended_settings(given["model"], given["env"]))
     if envs.context_for(given["env"], given.get("context")) == "full":
         # its max_prompt is meant for single prompts
         small = {name: value for name, value in small.items() if name != "max_prompt"}
-    config = train.filled(train.settings(**small | given))
+    # no folder recommends settings to a model that is yet to be made
+    config = train.settings(**small | given | ({"model": "tiny"} if random_model else {}))
+    config = train.filled(dataclasses.replace(config, model=given["model"]))
     flags = Flags(**(SMALL_FLAGS if small else {}) | vars(flags))
     if world_size() > 1:
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
@@ -464,9 +497,8 @@ def main():
             lm = load(config.out, env=config.env, dtype=dtype)
         elif config.model == "random":
             own = config.env not in ("house", "alfworld")
-            lm = random_tiny(config.seed, dtype, envs.env_class(config.env).role,
-                             vocabulary_of(config, flags) if own else None)
-            lm.recommended = SMALL_SETTINGS
+            lm = random_tiny(config.seed, dtype, tokenizer_for(config, flags) if own else None)
+            lm.recommended = SMALL_SETTINGS | envs.env_class(config.env).recommended
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)
