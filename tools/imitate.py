@@ -469,9 +469,7 @@ def parse(argv=None):
     if envs.context_for(given["env"], given.get("context")) == "full":
         # its max_prompt is meant for single prompts
         small = {name: value for name, value in small.items() if name != "max_prompt"}
-    # no folder recommends settings to a model that is yet to be made
-    config = train.settings(**small | given | ({"model": "tiny"} if random_model else {}))
-    config = train.filled(dataclasses.replace(config, model=given["model"]))
+    config = train.filled(train.settings(**(small | given)))
     flags = Flags(**(SMALL_FLAGS if small else {}) | vars(flags))
     if world_size() > 1:
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
