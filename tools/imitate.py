@@ -69,7 +69,7 @@ def prompt_phrases():
     """What prompts consist of, beside what is filled in."""
     prompts = (envs.FIRST, envs.LATER, envs.PAST, envs.COMMANDS, envs.ALWAYS, envs.OTHERS,
                envs.SAME_WAY)
-    return [part.strip(" .,:'[]") for text in prompts for part in re.split(r"\{\w+\}|\n", text)]
+    return [part for text in prompts for part in re.split(r"\{\w+\}", text)]
 
 
 def tiny_tokenizer():
@@ -81,7 +81,8 @@ def tiny_tokenizer():
     types += ("bathtubbasin glassbottle handtowel handtowelholder soapbottle toiletpaper "
               "toiletpaperhanger tvstand wateringcan").split()
     nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
-    phrases = sorted({*prompt_phrases(), *PHRASES, envs.HOUSEHOLD, envs.ANSWER} - {""})
+    fixed = [part.strip(" .,:'[]") for text in prompt_phrases() for part in text.split("\n")]
+    phrases = sorted({*fixed, *PHRASES, envs.HOUSEHOLD, envs.ANSWER} - {""})
     letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in numbers]
@@ -126,9 +127,11 @@ def bpe_tokenizer(texts=(), phrases=()):
 
 
 def tokenizer_for(config, flags):
-    """The tokenizer of another environment, made from demonstrations in training games. A line with
-    which all games begin alike, such as an instruction or what a tool does, is one token."""
-    chat, games, beginnings = Chat(bpe_tokenizer()), [], []
+    """The tokenizer of another environment, made from demonstrations in training games. What is the
+    same in all of them is one token: a line of the beginning, such as an instruction or what a tool
+    does, and what prompts and responses consist of beside what is filled in."""
+    env, chat = envs.env_class(config.env), Chat(bpe_tokenizer())
+    games, beginnings, phrases = [], [], {*prompt_phrases()}
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     for task in evaluation.evenly_spaced(ids, 256):
         if turns := demonstrate_here(config, flags, (config.seed, 0), task):
@@ -137,8 +140,11 @@ def tokenizer_for(config, flags):
             (ids, spans), *_ = samples
             beginning = chat.tokenizer.decode(ids[:spans[0][0]])
             beginnings.append({*re.split(r"\n|<\|\w+\|>", beginning)})
-    phrases = {*prompt_phrases(), *set.intersection(*beginnings or [set()])}
-    return bpe_tokenizer(games, [phrase for phrase in phrases if " " in phrase])
+            response = env.format_response("\0", turns[0].label)
+            phrases.update(response.replace(envs.action_text(turns[0].label), "\0").split("\0"))
+    phrases |= set.intersection(*beginnings or [set()])
+    several_words = re.compile(r"\w.*\s|\s.*\w", re.S)
+    return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)])
 
 
 def random_tiny(seed=0, dtype=torch.float32, tokenizer=None):

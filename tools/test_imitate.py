@@ -6,10 +6,11 @@ import signal
 import pytest
 import torch
 
+import envs
 import train
 from envs import make_env, tasks
 from runtime.checkpoint import ROOT
-from model import load, make_batch
+from model import Chat, load, make_batch
 from test_sapo import on_the_cpu, random_model, run_main  # on_the_cpu is used automatically
 from tools import frozen_lake, imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
@@ -66,7 +67,7 @@ def test_random_commands_are_not_imitated(context):
     for task in tasks("house", "train")[:4]:
         turns = demonstrate(make_env("house", horizon=6), task, 7, noise=0.5)
         assert any(turn.label != turn.executed for turn in turns)
-        samples = imitate.samples_of(lm, turns, context, config)
+        samples = imitate.samples_of(lm.chat, turns, context, config)
         responses = [lm.text(ids[start:end]) for ids, spans in samples for start, end in spans]
         assert responses == [f"<think> {turn.thought} </think> <action> {turn.label} </action>"
                         for turn in turns if context == "window" or turn.label == turn.executed]
@@ -127,15 +128,36 @@ def test_frozen_lake_is_learned_with_the_commands_of_the_readme(tmp_path, monkey
     assert result["n"] == 200 and result["success"] > 2 * result["success_before"] > 0
 
 
+def test_bpe_keeps_every_text_and_encodes_words_alike_wherever_they_are():
+    texts = ['{"sql": "SELECT price FROM fruits WHERE name = \'fig\'"}', "price of fig: 12"] * 2
+    tokenizer = imitate.bpe_tokenizer(texts, ["You stand here.", "You stand here. Go!"])
+    chat = Chat(tokenizer)
+    for text in (*texts, "You stand here. Go! You stand here.", "Ünï – 漢字 🐟 [x](y) {\n\t} 007",
+                 "<think> a </think> <tool_call>{}</tool_call>\r\n  <action>b</action>  ",
+                 "<|end|> <|tool|>", ""):
+        ids = chat.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not {*ids} & {*tokenizer.all_special_ids}  # control tokens that are spelled
+    split = lambda text: [tokenizer.decode([i]) for i in chat.encode(text)]
+    assert split("price (price)=\"price\"") == ["price", " ", "(", "price", ")", "=", '"', "price",
+                                                '"']
+    assert split("123 fig") == ["1", "2", "3", " ", "fig"]
+    assert split("You stand here. Go! <think>") == ["You stand here. Go!", " ", "<think>"]
+
+
 def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
+    lake = frozen_lake.FrozenLake
+    monkeypatch.setattr(frozen_lake, "WAYS", {"Up-Left": (-1, -1), **frozen_lake.WAYS})
     config, flags = imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
-    monkeypatch.setattr(frozen_lake, "WAYS", {"[up]": (-1, 0), **frozen_lake.WAYS})
-    words = imitate.vocabulary_of(config, flags)
-    encode = random_tiny(role=frozen_lake.FrozenLake.role, words=words).tokenizer.tokenize
-    assert encode("<action> north </action>") == ["<action>", "north", "</action>"]
-    assert encode("Ice: north. Goal: 2 [up]") == ["Ice", "north", "Goal", "2", "[up]"]
-    assert encode(frozen_lake.FrozenLake.role) == [frozen_lake.FrozenLake.role]
-    monkeypatch.delattr(frozen_lake.FrozenLake, "advice")
+    tokenizer = imitate.tokenizer_for(config, flags)
+    lm = random_tiny(tokenizer=tokenizer)
+    split = lambda text: [tokenizer.decode([i]) for i in lm.chat.encode(text)]
+    response = lake.format_response("look", "north")
+    assert split(response) == ["<think> ", "look", " </think> <action> ", "north", " </action>"]
+    assert split(f"{lake.role}\nIce: north.") == [lake.role, "\n", "Ice", ": ", "north", "."]
+    assert split(envs.ANSWER) == [envs.ANSWER] and split("What you saw: ") == ["What you saw: "]
+    assert split("['Up-Left', 'north']") != split("['up-left', 'north']")
+    monkeypatch.delattr(lake, "advice")
     with pytest.raises(ValueError, match="no demonstrator"):
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
 
