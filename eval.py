@@ -579,6 +579,7 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
     result = report(last) | vars(args)
     write_file(out, json.dumps(result, indent=1))
     shares = {"score": result["score"]} | result["success_by_category"]
+    shares.pop(None, None)  # games without a category
     rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
     print(f"{args.model}, {args.split}, T = {args.temperature:g}, {len(last)} games: success "
           f"{Mean.of([100 * record['won'] for record in last]).text()}, {rest}")

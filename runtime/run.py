@@ -205,7 +205,7 @@ class Run:
                 (metrics["iteration"] == self.first_iteration
                  and metrics["admissible_actions"] < 0.2),
                 "fewer than a fifth of the actions are admissible. tools/imitate.py teaches a "
-                "model the commands of an environment; or choose a larger --model"),
+                "model how to act in an environment; or choose a larger --model"),
             "success": (
                 self.iterations_without_success == 3 and not metrics["return_max"],
                 "no success in three iterations, so there is nothing to learn from. Look into "
