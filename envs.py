@@ -30,6 +30,7 @@ import pkgutil
 import re
 import sys
 import types
+from collections.abc import Iterable
 
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
 from runtime.workers import (EnvWorker, WorkerPool, as_python, is_importable, obs_text,
@@ -224,7 +225,7 @@ def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
 class Env:
     """The base class of environments, your own too. A subclass has
 
-        tasks(split) -> ids, str or int, of the splits "train" and held_out[0]
+        tasks(split) -> ids, str or int, of "train" and of held_out[0], which share none
         reset(task) -> (obs, info)
         step(action) -> (obs, reward, terminated, truncated, info)      as in Gymnasium
 
@@ -233,28 +234,35 @@ class Env:
     passed on as they are and need context = "full". A game may begin with a message of "system";
     after a response, messages of "tool" are possible, too.
 
-    action is what parse_action(text) -> (action, valid) has found in a response: text, or anything
-    else that JSON can hold. `text` includes what the chat template began the response with. The
-    default finds <action>...</action> behind the thought, see tagged_action. Nonsense must not be
-    an exception, but invalid. A class with a parse_action of its own also has an `instruction`,
-    which tells the model how to answer, and, for commands and demonstrators, format_response, which
-    writes what parse_action reads.
+    Such messages are all that the model gets: `role` and `instruction` belong to text.
+
+    action is what the class method parse_action(text) -> (action, valid) has found in a response:
+    text, or anything else that JSON can hold. `text` includes what the chat template began the
+    response with. The default finds <action>...</action> behind a thought; without a thought it is
+    invalid, see tagged_action. A class with a parse_action of its own also has an `instruction`,
+    which tells the model how to answer, and, for commands and demonstrators, a class method
+    format_response, which writes what parse_action reads. Nonsense must not be an exception: step
+    gets invalid actions, too, such as the whole text.
 
     info may be empty. It can have
 
         admissible   the commands that work now, which are listed in the prompt. Without it every
                      valid action is admissible
-        task         a sentence that is repeated in every prompt of "window"; default: the first obs
-        category     a key of `categories`, for tables
+        task         what follows "Your task is to: " in later prompts of "window"; default: that of
+                     the first info or, if it has none, the first obs
+        category     for tables, where `categories` can give it another name; default: that of the
+                     first info
         won          True or False; default: whether the return of an episode that is over is above
-                     0
+                     0, so an environment with partial rewards needs it
         score        from 0 to 1; default: 1 if won
 
     An episode's rewards must sum to within +-r_max. The pool truncates it after `horizon` turns.
     One object plays many games, so reset must reset everything, and many objects are used at once
     in one process. The same actions must lead to the same answers, because the games of a worker
-    that died are played again; and tasks() must always be the same. tools/imitate.py also needs
-    advice(forgetful) -> (thought, action) or None, a demonstrator. The rest has defaults.
+    that died are played again; and tasks() must always be the same. For tools/imitate.py it has a
+    demonstrator, advice(forgetful=False) -> (thought, action), or None where it knows none; the
+    forgetful one leaves out what training is to discover. The rest has defaults. To try a class,
+    play it: python envs.py --env MODULE:CLASS.
 
     The worker pool checks every answer (lone surrogates are replaced, NumPy types are allowed, a
     command must be one that parse_action can read). Whatever is wrong, and any exception, becomes a
@@ -272,7 +280,7 @@ class Env:
     tools = ()  # see ToolEnv
     prompt_builder_class = PromptBuilder  # makes prompts, knows the admissible actions
     max_prompt = 2048  # maximum tokens of a prompt
-    max_observation = None  # maximum characters of a message; what is left out is counted in it
+    max_observation = None  # maximum characters of a message; a longer one is cut, and says so
     fallback = 30  # characters used as the action if a response has no tags
     graded = False  # whether a score can be between 0 and 1
     recommended = {}  # settings of train.py
@@ -296,10 +304,8 @@ class Env:
         """The JSON schemas of tools, for the chat template; None: there are no tools."""
         return None
 
-    def begin_episode(self):
-        """Called before every reset."""
-
     def expert(self):
+        """A list of commands that wins from here, or None; for `python envs.py`."""
         return None
 
 
@@ -314,7 +320,7 @@ class ToolEnv(Env):
             Args:
                 number: the sum of all numbers in the text
             '''
-            self.reward, self.done = float(number == self.sum), True
+            self.reward, self.done = float(str(number) == str(self.sum)), True
 
     tasks and reset are those of Env; the obs of reset is the first message of the user. The model
     learns of its tools by the chat template, from their type hints and docstrings. It calls one
@@ -322,11 +328,16 @@ class ToolEnv(Env):
 
         <tool_call>{"name": "answer", "arguments": {"number": 5}}</tool_call>
 
-    The next message is what the method returned or, if it raised an exception, that exception's
-    text; after an invalid response it says what is wrong.
+    The thought can be missing. Arguments arrive as the model wrote them: number can be "5". The
+    next message is what the method returned or, if it raised an exception, that exception's text;
+    after an invalid response it says what is wrong. So mistakes in your own tools are shown to
+    nobody but the model: look at a page of an episode, RUN/transcripts/*.html.
 
-    `reward` is the return so far: 0 when an episode begins, and tools change it. The episode ends
-    when a tool sets `done`, or with a response that calls no tool."""
+    `reward` is the return so far: 0 after reset, and tools change it. The episode ends when a tool
+    sets `done`, or with a response that calls no tool. It is won if its return is above 0; for
+    another rule, override step, and add `won` to the info that it returns. A model made by
+    tools/imitate.py needs recommended = {"max_new_tokens": 128} or so, because a call is longer
+    than a command."""
 
     context = "full"
     role = instruction = ""
@@ -334,8 +345,18 @@ class ToolEnv(Env):
     reward, done = 0.0, False  # of the episode so far; whether the latest action has ended it
     NO_CALL = "the response has no <tool_call>"
 
-    def begin_episode(self):
-        self.reward, self.done = 0.0, False
+    def __init_subclass__(cls, **options):
+        """Makes a subclass's reset begin with the reward 0, and not done."""
+        super().__init_subclass__(**options)
+        if "reset" in vars(cls):
+            reset = cls.reset
+
+            @functools.wraps(reset)
+            def reset_all(self, task):
+                self.reward, self.done = 0.0, False
+                return reset(self, task)
+
+            cls.reset = reset_all
 
     @classmethod
     @functools.cache
@@ -577,7 +598,7 @@ def env_class(name) -> type[Env]:
         sys.path += added
         try:
             found = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, or your own as "
                              f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
         finally:
@@ -585,6 +606,10 @@ def env_class(name) -> type[Env]:
                 sys.path.remove(folder)
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment must inherit from envs.Env")
+    for method in ("parse_action", "format_response"):
+        if inspect.isfunction(inspect.getattr_static(found, method, None)):
+            raise ValueError(f"--env {name}: {method} must be a @classmethod, because it is called "
+                             "where the model is, and not where the games are")
     return found
 
 
@@ -602,8 +627,8 @@ def make_env(name, horizon=None, **options) -> Env:
     try:
         inspect.signature(env).bind(**options)
     except TypeError as error:
-        raise ValueError(f"--env {env.__name__}: its constructor must take what its `flags` name, "
-                         f"{', '.join(env.flags)}: {error}") from None
+        raise ValueError(f"--env {env.__name__}: its constructor must take what its `flags` name "
+                         f"({', '.join(env.flags) or 'none'}), and no more: {error}") from None
     made = env(**options)
     made.horizon = horizon or made.horizon
     return made
@@ -622,6 +647,8 @@ def context_for(name, context=None) -> str:
 def tasks(name, split: str, **options) -> list:
     """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
     found, label = make_env(name, **options).tasks(split), getattr(name, "__name__", name)
+    if found is not None and not isinstance(found, Iterable):
+        raise ValueError(f"--env {label}: tasks() returned {found!r}; it must return task ids")
     ids = [as_python(task) for task in (() if found is None else found)]
     if not ids:
         raise ValueError(f"--env {label} has no tasks in the split {split!r}")
@@ -651,10 +678,14 @@ def Pool(name, options=None, workers=0) -> WorkerPool:
 # ----------------------------------------------------------------------------- playing by hand
 
 def play_by_hand(name, **options):
-    """A person plays a game; an empty line is the expert's next command."""
+    """A person plays a game; an empty line is the expert's, or a demonstrator's, next command."""
     worker = EnvWorker("envs:make_env", name, options)
     obs, info = worker.start(0, tasks(name, "train", **options)[0])
     env, terminated, truncated = worker.playing[0].env, False, False
+    if env.system:
+        print(env.system)
+    for schema in env.tool_schemas() or ():
+        print(json.dumps(schema["function"]))
     while not (terminated or truncated):
         print(obs_text(obs).strip())
         if info["admissible"] is not None:
@@ -662,6 +693,8 @@ def play_by_hand(name, **options):
         command = input("> ").strip()
         if not command:
             plan = env.expert()
+            if not plan and hasattr(env, "advice") and (advice := env.advice()):
+                plan = [action_text(advice[1])]
             command = (plan or info["admissible"] or [""])[0]
             print(f"(the expert{'' if plan else ' knows no way to win'}: {command})")
         action, _ = env.parse_action(env.format_response("", command))

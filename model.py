@@ -519,16 +519,17 @@ class Chat:
                     for message in messages]
         layout = self.next_layout(roles, bool(before), tools)
         if not layout:
+            contents = ["\n\n".join(content for content in contents if content).strip()]
+            layout = self.next_layout(("user",), bool(before), tools)
+            if not layout:
+                raise ValueError("the chat template writes a message in another way when others "
+                                 "came before it, so a conversation cannot grow token by token: "
+                                 "use --context window or, for an environment with tools, another "
+                                 "model")
             if "tool" in roles and not self.lacks_tool_role:
                 self.lacks_tool_role = True
                 log.warning("the chat template has no role for what a tool returned, or none that "
                             "is the same in every turn: the model gets it as a user's message")
-            contents = ["\n\n".join(content for content in contents if content).strip()]
-            layout = self.next_layout(("user",), bool(before), tools)
-        if not layout:
-            raise ValueError("the chat template writes a message in another way when others came "
-                             "before it, so a conversation cannot grow token by token: use "
-                             "--context window")
         contents = [form(content) for form, content in zip(layout.forms, contents)]
         ids = self.encode(*contents, texts=layout.texts)
         return ids[1:] if before and ids[0] == before[-1] else ids

@@ -3496,8 +3496,20 @@ def test_environments_take_what_their_flags_name():
     with pytest.raises(ValueError, match="--places has no effect"):
         train.filled(train.Config(env=Mine, places=3))
     Mine.flags = "places",
-    with pytest.raises(ValueError, match="must take what its `flags` name, places"):
+    with pytest.raises(ValueError, match=r"must take what its `flags` name \(places\)"):
         make_env(Mine, places=3)
+    Mine.flags = "sides",
+    with pytest.raises(ValueError, match="name sides, which are no settings of train.py"):
+        train.filled(train.Config(env=Mine))
+    Mine.recommended = {"max_tokens": 1}
+    with pytest.raises(ValueError, match="max_tokens: recommended by .*Mine"):
+        train.settings(env=Mine, model="tiny")
+    Mine.tasks = lambda self, split: 10
+    with pytest.raises(ValueError, match=r"tasks\(\) returned 10"):
+        envs.tasks(Mine, "train")
+    Mine.parse_action = lambda self, text: (text, True)
+    with pytest.raises(ValueError, match="parse_action must be a @classmethod"):
+        make_env(Mine)
 
 
 def test_integers_do_not_truncate_advantages():
@@ -3661,6 +3673,46 @@ def test_reward_of_a_tool_does_not_leak_into_the_next_episode():
         pool.step(key, {"name": "answer", "arguments": {}})
         (_, reward, terminated, _, info), = pool.gather([key])
         assert (reward, terminated, info["won"]) == (1.0, True, True)
+
+    class Quiz(Once):
+        def reset(self, task):
+            assert (self.reward, self.done) == (0.0, False)
+            return super().reset(task)
+
+    env = make_env(Quiz)  # nor without a pool
+    for _ in range(2):
+        env.reset(1)
+        assert env.step({"name": "answer", "arguments": {}})[1:3] == (1.0, True)
+
+
+def test_task_and_category_of_the_first_info_hold_for_the_episode():
+    class Dice(envs.Env):
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("6 dice", {"task": "roll", "category": "low"})
+        step = lambda self, action: ("a 5", 0.0, False, action == "end", {})
+
+    pool = Pool(Dice)
+    pool.start(0, 1)
+    (_, first), = pool.gather([0])
+    for action in "roll", "end":
+        pool.step(0, action)
+        *_, info = pool.gather([0])[0]
+        assert {**info, "won": False} == first and info["category"] == "low"
+
+
+@pytest.mark.parametrize("reward", [None, "1", float("nan"), float("inf"), 1e39, [1.0]])
+def test_reward_that_is_no_number_is_named(reward):
+    class Bad(envs.Env):
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("?", {})
+        step = lambda self, action: ("?", reward, False, False, {})
+
+    pool = Pool(Bad)
+    pool.start(0, 1)
+    pool.gather([0])
+    pool.step(0, "x")
+    with pytest.raises(envs.GameError, match="reward is .*, not a finite number"):
+        pool.gather([0])
 
 
 # ------------------------------------------------------------------------------------ the files

@@ -622,6 +622,9 @@ def settings(**given) -> Config:
     if envs.context_for(chosen.env, chosen.context) == "full":
         # it is meant for single prompts, and would limit the whole conversation
         recommended.pop("max_prompt", None)
+    if unknown := {*recommended} - {f.name for f in dataclasses.fields(Config)}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: recommended by --env {chosen.env} or "
+                         f"--model {chosen.model}, but no setting of train.py")
     return Config(**(recommended | given))
 
 
@@ -630,6 +633,9 @@ def filled(c: Config) -> Config:
     ValueError: a setting does not fit the environment, or another setting."""
     env, gpu = envs.env_class(c.env), torch.cuda.is_available()
     context = envs.context_for(c.env, c.context)
+    if unknown := [name for name in env.flags if not hasattr(c, name)]:
+        raise ValueError(f"--env {c.env}: its `flags` name {', '.join(unknown)}, which are no "
+                         f"settings of train.py; it has {', '.join(envs.OPTIONS)}")
     for name in envs.OPTIONS:
         if name not in env.flags and getattr(c, name) not in (None, getattr(Config, name)):
             raise ValueError(f"--{name} has no effect with --env {c.env}")

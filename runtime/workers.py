@@ -42,9 +42,10 @@ def as_text(value, what):
 
 
 def as_number(value, what):
-    if not abs(number := float(as_python(value))) < 1e38:  # in float32 it would be infinite
-        raise ValueError(f"{what} is {number}")
-    return number
+    value = as_python(value)
+    if not isinstance(value, numbers.Real) or not abs(value) < 1e38:  # infinite in float32
+        raise ValueError(f"{what} is {value!r}, not a finite number")
+    return float(value)
 
 
 def as_bool(value, what):
@@ -115,8 +116,9 @@ def obs_text(obs) -> str:
     return obs if isinstance(obs, str) else "\n\n".join(m["content"] for m in obs)
 
 
-def as_info(info, env, task, won):
-    """An info with all of its parts. `task` and `won`: what they are unless info has them."""
+def as_info(info, env, task, category, won):
+    """An info with all of its parts. `task`, `category` and `won`: what they are unless info has
+    them."""
     if not isinstance(info, Mapping):
         raise ValueError(f"info is {info!r}, not a dict")
     commands = info.get("admissible")
@@ -126,7 +128,7 @@ def as_info(info, env, task, won):
         raise ValueError(f"admissible is {commands!r}, not a list of commands")
     if commands is not None:
         commands = [as_command(as_text(c, "a command"), type(env)) for c in commands]
-    category = as_python(info.get("category"))
+    category = as_python(info.get("category", category))
     if not isinstance(category, (str, int, float, type(None))):
         raise ValueError(f"category is {category!r}, not a string, a number or None")
     won = as_bool(info.get("won", won), "won")
@@ -151,7 +153,7 @@ class Played:
     """What a worker knows of a game that it plays."""
 
     env: object
-    task: str  # the text of the first observation
+    first: dict  # its first info
     turns: int = 0
     total: float = 0.0  # the rewards so far
 
@@ -171,7 +173,6 @@ class EnvWorker:
     def load(self, number, task):
         if number not in self.loaded:
             env = self.spare.pop() if self.spare else self.make_env()
-            env.begin_episode()
             self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
             self.loaded.add(number)
 
@@ -179,8 +180,9 @@ class EnvWorker:
         self.load(number, task)
         env, obs, info = self.ready.pop(number)
         obs = as_observation(obs, env, begins=True)
-        game = self.playing[number] = Played(env, obs_text(obs))
-        return obs, as_info(info, env, game.task, won=False)
+        info = as_info(info, env, task=obs_text(obs), category=None, won=False)
+        self.playing[number] = Played(env, info)
+        return obs, info
 
     def step(self, number, action):
         game = self.playing[number]
@@ -196,7 +198,8 @@ class EnvWorker:
         if over:
             self.drop(number)
         obs = as_observation(obs, game.env, begins=False)
-        info = as_info(info, game.env, game.task, won=over and game.total > 0)
+        info = as_info(info, game.env, game.first["task"], game.first["category"],
+                       won=over and game.total > 0)
         return obs, reward, terminated, truncated, info
 
     def drop(self, number, argument=None):

@@ -27,7 +27,7 @@ class FrozenLake(envs.Env):
     def reset(self, task):
         rng = random.Random(task)  # the task's number determines its lake
         squares = [(row, column) for row in range(6) for column in range(6)]
-        self.at, self.turn, self.distance = None, 0, {}  # distance to the goal, of squares of ice
+        self.at, self.distance = None, {}  # distance to the goal, of squares of ice
         while not 5 <= self.distance.get(self.at, 0) <= 10:  # otherwise another lake
             self.at, self.goal, *holes = rng.sample(squares, 15)
             self.distance, reached = {self.goal: 0}, [self.goal]
@@ -36,7 +36,8 @@ class FrozenLake(envs.Env):
                 for neighbour in {*neighbours(square).values()} & ice:
                     self.distance[neighbour] = self.distance[square] + 1
                     reached.append(neighbour)
-        return f"Your task is to: reach the goal. {self.observation()}", self.info()
+        info = {"admissible": [*WAYS], "task": "reach the goal."}
+        return f"Your task is to: reach the goal. {self.observation()}", info
 
     def observation(self):
         ice = [way for way, there in neighbours(self.at).items() if there in self.distance]
@@ -45,17 +46,11 @@ class FrozenLake(envs.Env):
         goal = [f"{steps} {way}" for way, steps in offset.items() if steps > 0]
         return f"Ice: {', '.join(ice)}. Goal: {', '.join(goal)}."
 
-    def info(self):
-        return {"admissible": [*WAYS], "task": "reach the goal.", "category": "lake",
-                "won": self.at == self.goal, "score": float(self.at == self.goal)}
-
     def step(self, action):
-        self.turn += 1
         self.at = neighbours(self.at).get(action, self.at)
-        info = self.info()
-        terminated = info["won"] or self.at not in self.distance  # it fell into a hole
-        truncated = self.turn == self.horizon and not terminated
-        return self.observation(), envs.REWARD * info["won"], terminated, truncated, info
+        won = self.at == self.goal
+        terminated = won or self.at not in self.distance  # it fell into a hole
+        return self.observation(), envs.REWARD * won, terminated, False, {"admissible": [*WAYS]}
 
     def advice(self, forgetful=False):
         """The demonstrator: a thought, and the first command of the shortest way. The forgetful one

@@ -140,8 +140,10 @@ def tokenizer_for(config, flags):
             (ids, spans), *_ = samples
             beginning = chat.tokenizer.decode(ids[:spans[0][0]])
             beginnings.append({*re.split(r"\n|<\|\w+\|>", beginning)})
-            response = env.format_response("\0", turns[0].label)
-            phrases.update(response.replace(envs.action_text(turns[0].label), "\0").split("\0"))
+            label = turns[0].label
+            action = "\1" if isinstance(label, str) else label
+            response = env.format_response("\0", action)
+            phrases.update(re.split("[\0\1]", response.replace(envs.action_text(action), "\1")))
     phrases |= set.intersection(*beginnings or [set()])
     several_words = re.compile(r"\w.*\s|\s.*\w", re.S)
     return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)])
@@ -251,16 +253,21 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
     obs = as_observation(obs, env, begins=True)
-    first = obs_text(obs)
+    info = as_info(info, env, task=obs_text(obs), category=None, won=False)
     while advice := env.advice(forgetful):
         thought, label = advice
-        info = as_info(info, env, task=first, won=False)
+        response = env.format_response(thought, label)
+        if not env.prompt_builder(obs, info).accepts(*env.parse_action(response)):
+            raise ValueError(f"the demonstrator of {type(env).__name__} gives {label!r} in task "
+                             f"{task!r}, which the game cannot use now: written as {response!r}, "
+                             f"it is read as {env.parse_action(response)}")
         idle = forgetful and [turn.thought for turn in turns[-2:]] == ["done", "done"]
         random_turn = isinstance(env, (House, AlfWorld)) and rng.random() < noise
         executed = rng.choice(info["admissible"]) if random_turn else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
-        obs, _, terminated, truncated, info = env.step(executed)
+        obs, _, terminated, truncated, new = env.step(executed)
         obs = as_observation(obs, env, begins=False)
+        info = as_info(new, env, info["task"], info["category"], won=False)
         if terminated or truncated or idle or len(turns) == env.horizon:
             break
     return turns
@@ -344,6 +351,11 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
                 buffer += samples_of(lm.chat, turns, context, config)
             if len(buffer) == had:
                 raise ValueError("the demonstrator knows no way to win any of the games drawn")
+            longest = max(end - start for _, spans in buffer for start, end in spans)
+            if longest > config.max_new_tokens and not step:
+                tqdm.write(f"Warning: the demonstrator's responses have up to {longest} tokens, "
+                           f"and --max_new_tokens {config.max_new_tokens} cuts what the model "
+                           "says: raise it, here and in train.py")
             rng.shuffle(buffer)
         batch = []
         while sum(len(spans) for _, spans in batch) < flags.batch:

@@ -83,7 +83,7 @@ class SQLAgent(envs.ToolEnv):
                                       value=self.value) for text in (what, QUESTIONS[what]))
         self.sql = f"SELECT {what} FROM {names[0]} WHERE {column} = '{self.value}'"
         self.right = self.query(self.sql)
-        self.reward, self.latest = 0.0, (None, None)  # the latest query, and its result
+        self.latest = None, None  # the latest query, and its result
         return "\n".join([line for line in script if "CREATE" in line] + [question]), {}
 
     def query(self, sql: str) -> str:

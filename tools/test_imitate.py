@@ -157,9 +157,23 @@ def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
     assert split(f"{lake.role}\nIce: north.") == [lake.role, "\n", "Ice", ": ", "north", "."]
     assert split(envs.ANSWER) == [envs.ANSWER] and split("What you saw: ") == ["What you saw: "]
     assert split("['Up-Left', 'north']") != split("['up-left', 'north']")
+    monkeypatch.setattr(frozen_lake, "WAYS", dict(zip("atc", frozen_lake.WAYS.values())))
+    imitate.demonstrator.cache_clear()
+    tokenizer = imitate.tokenizer_for(config, flags)
+    lm = random_tiny(tokenizer=tokenizer)
+    response = lake.format_response("look", "t")  # letters that the tags have, too
+    assert split(response) == ["<think> ", "look", " </think> <action> ", "t", " </action>"]
     monkeypatch.delattr(lake, "advice")
     with pytest.raises(ValueError, match="no demonstrator"):
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
+
+
+def test_what_a_demonstrator_gives_must_be_possible(monkeypatch):
+    lake = frozen_lake.FrozenLake()
+    for label in "North", "up", {"name": "north"}:
+        monkeypatch.setattr(lake, "advice", lambda forgetful: ("look", label))
+        with pytest.raises(ValueError, match="which the game cannot use now"):
+            imitate.demonstrate(lake, 1, seed=0)
 
 
 def test_imitation_in_several_processes_is_refused(monkeypatch):
