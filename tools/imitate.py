@@ -29,7 +29,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        trainers)
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -104,23 +105,36 @@ def tiny_tokenizer():
 
 
 def bpe_tokenizer(texts=(), phrases=()):
-    """A byte-level BPE tokenizer of these texts: what it encodes, it decodes as it was. A word, a
-    digit, a blank, or other characters in a row are encoded alike wherever they are, so that a
-    model can copy them. Each of the `phrases` is one token."""
+    """A byte-level BPE tokenizer of these texts: what it encodes, it decodes as it was. A word is
+    encoded alike wherever it is, and so is a digit, so that a model can copy them; and a blank
+    between two words costs no token. Each of the `phrases` is one token.
+
+    To that end, every piece of a text (a word, a digit, other characters in a row) begins with a
+    blank in the vocabulary. In the decoded text it stays where it is between two letters. A blank
+    that is really there is IMPLIED, if it is between two letters, else WRITTEN."""
+    implied, written, letter = "\ue000", "\ue001", "[A-Za-z_]"  # no text has the first two
     control = [f"<|{name}|>" for name in ("pad", "system", "user", "assistant", "tool", "end")]
     tags = [f"<{end}{name}>" for name in ("think", "action", "tool_call") for end in ("", "/")]
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r"[\p{L}_]+|\p{N}|[^\p{L}\p{N}_]+")
+    tokenizer.normalizer = normalizers.Sequence([
+        normalizers.Replace(Regex(f"(?<={letter}) (?={letter})"), implied),
+        normalizers.Replace(" ", written)])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(pieces, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
+        pre_tokenizers.Split(Regex(f"{implied}(?={letter})"), "removed"),
+        pre_tokenizers.Split(Regex(r"[A-Za-z_][A-Za-z0-9_]*|\p{N}|[^A-Za-z_\p{N}]+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.ByteLevel(), decoders.Replace(Regex(f"(?<!{letter}) | (?!{letter})"), ""),
+        decoders.Replace(implied, " "), decoders.Replace(written, " ")])
     whole = "|".join(map(re.escape, [*control, *tags, *sorted(phrases, key=len, reverse=True)]))
     parts = (part for text in texts for part in re.split(whole, text))
     tokenizer.train_from_iterator(parts, trainers.BpeTrainer(
         vocab_size=4000, min_frequency=2, show_progress=False, special_tokens=control,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *sorted(phrases))])
+    tokenizer.add_tokens([
+        AddedToken(tokenizer.normalizer.normalize_str(text), normalized=True,
+                   single_word=text[0].isalpha() or text[-1].isalpha())
+        for text in (*tags, *sorted(phrases))])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|end|>",
         pad_token="<|pad|>", clean_up_tokenization_spaces=False)
@@ -129,9 +143,10 @@ def bpe_tokenizer(texts=(), phrases=()):
 def tokenizer_for(config, flags):
     """The tokenizer of another environment, made from demonstrations in training games. What is the
     same in all of them is one token: a line of the beginning, such as an instruction or what a tool
-    does, and what prompts and responses consist of beside what is filled in."""
+    does, a command that every game has, and what prompts and responses consist of beside what is
+    filled in."""
     env, chat = envs.env_class(config.env), Chat(bpe_tokenizer())
-    games, beginnings, phrases = [], [], {*prompt_phrases()}
+    games, same, phrases = [], [], {*prompt_phrases(), env.role, f"'{envs.SEP}'"}
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     for task in evaluation.evenly_spaced(ids, 256):
         if turns := demonstrate_here(config, flags, (config.seed, 0), task):
@@ -139,12 +154,13 @@ def tokenizer_for(config, flags):
             games += [chat.tokenizer.decode(ids) for ids, _ in samples]
             (ids, spans), *_ = samples
             beginning = chat.tokenizer.decode(ids[:spans[0][0]])
-            beginnings.append({*re.split(r"\n|<\|\w+\|>", beginning)})
+            commands = (turn.info["admissible"] or () for turn in turns)
+            same.append({*re.split(r"\n|<\|\w+\|>", beginning)}.union(*commands))
             label = turns[0].label
             action = "\1" if isinstance(label, str) else label
             response = env.format_response("\0", action)
             phrases.update(re.split("[\0\1]", response.replace(envs.action_text(action), "\1")))
-    phrases |= set.intersection(*beginnings or [set()])
+    phrases |= set.intersection(*same or [set()])
     several_words = re.compile(r"\w.*\s|\s.*\w", re.S)
     return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)])
 
