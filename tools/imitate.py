@@ -127,7 +127,8 @@ def bpe_tokenizer(texts=(), phrases=()):
         decoders.ByteLevel(), decoders.Replace(Regex(f"(?<!{letter}) | (?!{letter})"), ""),
         decoders.Replace(implied, " "), decoders.Replace(written, " ")])
     whole = "|".join(map(re.escape, [*control, *tags, *sorted(phrases, key=len, reverse=True)]))
-    parts = (part for text in texts for part in re.split(whole, text))
+    parts = [part for text in texts for part in re.split(whole, text)]
+    parts += 2 * [chr(c) for c in range(33, 127)]  # one token each, if they are alone
     tokenizer.train_from_iterator(parts, trainers.BpeTrainer(
         vocab_size=4000, min_frequency=2, show_progress=False, special_tokens=control,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))

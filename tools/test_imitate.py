@@ -1,6 +1,7 @@
 """Tests of tools/imitate.py."""
 import json
 import os
+import random
 import signal
 
 import pytest
@@ -141,8 +142,15 @@ def test_bpe_keeps_every_text_and_encodes_words_alike_wherever_they_are():
     split = lambda text: [tokenizer.decode([i]) for i in chat.encode(text)]
     assert split("price (price)=\"price\"") == ["price", " ", "(", "price", ")", "=", '"', "price",
                                                 '"']
-    assert split("123 fig") == ["1", "2", "3", " ", "fig"]
+    assert split("123 fig of price") == ["1", "2", "3", " ", "fig", "of", "price"]
     assert split("You stand here. Go! <think>") == ["You stand here. Go!", " ", "<think>"]
+    rng = random.Random(0)
+    parts = ("fig", "of", " ", "  ", "1", "_", "[", "é", "\n", "'", "x9", ".", "🐟", "\t",
+             "You stand here.", "go to", "<think> ")
+    tokenizer = imitate.bpe_tokenizer(texts, ["You stand here.", "go to", "<think> "])
+    for _ in range(500):
+        text = "".join(rng.choices(parts, k=8))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
