@@ -2408,8 +2408,9 @@ def test_every_turn_is_trained_once_and_micro_batches_cover_both_axes(tmp_path, 
 
 def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
     case = prepared(tmp_path, "--c_v", 1000)
-    assert case.step()["grad_norm"] > 1
-    assert gradient(case.learner.lm.model).norm().item() == pytest.approx(1, rel=1e-4)
+    norms = case.step()
+    assert norms["grad_norm"] > 1 and norms["grad_norm_values"] > 1
+    assert gradient(case.learner.lm.model).norm().item() == pytest.approx(2 ** 0.5, rel=1e-4)
     adv = case.targets.adv.clone()
     adv[case.minibatches[0][0].tokens.start] = NAN
     bad = case._replace(targets=case.targets._replace(adv=adv))
@@ -2419,6 +2420,33 @@ def test_steps_are_clipped_and_not_taken_where_they_are_not_finite(tmp_path):
     with pytest.raises(ValueError, match="5 steps in a row.*start again from.*a lower --lr"):
         bad.step()
     assert case.learner.optimizer.step.call_count == 2
+
+
+def test_rows_of_the_values_are_clipped_by_themselves(tmp_path, monkeypatch, unclipped):
+    """So that V's error, which is in their gradient, does not decide how far the policy moves."""
+    case = prepared(tmp_path)
+    model, ids = case.learner.lm.model, [*case.learner.lm.value_ids]
+    norms = case.step()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    rows = model.get_output_embeddings().weight.grad[ids].clone()
+    assert norms["grad_norm_values"] == pytest.approx(rows.norm().item(), rel=1e-5)
+    total = gradient(model).norm().item()
+    found = math.hypot(norms["grad_norm"], norms["grad_norm_values"])
+    assert found == pytest.approx(total, rel=1e-4)
+    for limit in 0.5 * norms["grad_norm"], 2 * norms["grad_norm"]:
+        for factor in 0.1, 10:  # of the rows' gradient: below the limit, and above
+            for name, p in model.named_parameters():
+                p.grad = whole[name].clone()
+            head = model.get_output_embeddings().weight.grad
+            head[ids] = rows * factor * limit / rows.norm()
+            monkeypatch.setattr(train, "GRAD_CLIP", limit)
+            found = train.clip_gradients(model, ids)
+            of_rows = head[ids].norm().item()
+            head[ids] = 0
+            found += of_rows, gradient(model).norm().item()
+            expected = (norms["grad_norm"], factor * limit,
+                        min(factor, 1) * limit, min(limit, norms["grad_norm"]))
+            assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_path, monkeypatch):

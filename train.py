@@ -181,7 +181,7 @@ class Learner:
         infos = accumulate_gradients(
             self.lm.model, minibatch, self.config.gradient_checkpointing,
             lambda micro: self.loss(micro, old, ref, targets, n_tokens, n_turns))
-        metrics = optimizer_step(self.lm.model, self.optimizer, infos, lr)
+        metrics = optimizer_step(self.lm.model, self.optimizer, infos, lr, self.lm.value_ids)
         self.steps += 1
         self.clock.record("update")
         return {"lr": lr} | metrics
@@ -260,7 +260,7 @@ def fingerprint(model) -> str:
 # SmolLM2 has 0.02 to 0.04 where all is right, 0.43 or more if the sampler's temperature is 1.2, and
 # 0.17 or more in the other context.
 ROUNDING_IN_FLOAT32, ROUNDING_IN_16_BITS = 1e-4, 0.1
-GRAD_CLIP = 1.0  # the largest gradient norm, that of verl-agent
+GRAD_CLIP = 1.0  # the largest norm of a gradient, that of verl-agent
 MAX_FAILED_STEPS = 5  # non-finite steps in a row, after which the run stops
 
 
@@ -315,36 +315,57 @@ def accumulate_gradients(model, micros, gradient_checkpointing, loss_of):
     return infos
 
 
-def optimizer_step(model, optimizer, infos, lr):
-    """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or the
+def clip_gradients(model, value_ids) -> tuple[float, float]:
+    """Scales down the gradient of the rows of w+ and w- in the head, and that of all other
+    parameters, so that each has a norm of GRAD_CLIP at most -> (norm of all others, norm of the
+    rows) before that. `value_ids`: the tokens w+ and w-; None: there are no such rows.
+
+    A row's gradient is V's or Q's error times hidden states. Where these are large, as in many
+    pretrained models, it is larger than all others together, and with one norm over both, V's error
+    would decide how far the policy moves: see results/NOTES.md. The paper says nothing of it."""
+    trained = trainable_parameters(model)
+    head = model.get_output_embeddings().weight if value_ids else None
+    if head is None or not head.requires_grad:
+        return float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)), 0.0
+    rows = head.grad[[*value_ids]]  # a copy
+    head.grad[[*value_ids]] = 0
+    norm, norm_of_rows = torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP), rows.float().norm()
+    head.grad[[*value_ids]] = rows * (GRAD_CLIP / (norm_of_rows + 1e-6)).clamp(max=1)
+    return tuple(torch.stack([norm.float(), norm_of_rows]).tolist())  # one wait for both
+
+
+def optimizer_step(model, optimizer, infos, lr, value_ids=None):
+    """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or a
     gradient norm is not finite. Returns the infos summed over micro-batches and ranks (for names
-    that end in _max, their maximum), the gradient norm before clipping, and skipped_steps, 0 or 1.
+    that end in _max, their maximum), the gradient norms before clipping, and skipped_steps, 0 or 1.
     ValueError: this was the last of MAX_FAILED_STEPS such steps in a row."""
     trained = trainable_parameters(model)
     for p in trained:
         if p.grad is None:  # AdamW sets grad_dtype: float32, unless its state has 16 bits
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     all_reduce_sum([p.grad for p in trained])
-    norm = float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP))
+    norm, norm_of_rows = clip_gradients(model, value_ids)
     values = [torch.stack([*info.values()]) for info in infos]
     values = torch.stack(values).tolist() if values else []  # one host sync for all of them
     infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
     out = {k: (max if k.endswith("_max") else sum)(info[k] for info in infos) for k in infos[0]}
     out |= {k: min(x, 1.0) for k, x in out.items()  # rounding may add up to more than 1
             if k.endswith(("fraction", "saturated"))}
-    finite = bool(np.isfinite(out["loss"]) and np.isfinite(norm))
+    finite = bool(np.isfinite([out["loss"], norm, norm_of_rows]).all())
     if finite:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.failed_steps = 0
     else:
-        print0(f"Warning: skipping a step, its loss is {out['loss']:g}, its gradient norm {norm:g}")
+        print0(f"Warning: skipping a step, its loss is {out['loss']:g}, its gradient norms are "
+               f"{norm:g} and {norm_of_rows:g}")
         optimizer.failed_steps += 1
         if optimizer.failed_steps == MAX_FAILED_STEPS:
             raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from "
                              "the last good weights with --model RUN/checkpoint-N --out NEW and a "
                              "lower --lr")
-    return out | {"grad_norm": norm, "skipped_steps": int(not finite)}
+    norms = {"grad_norm": norm} | ({"grad_norm_values": norm_of_rows} if value_ids else {})
+    return out | norms | {"skipped_steps": int(not finite)}
 
 
 # ------------------------------------------------------------------------------------ mini-batches

@@ -112,7 +112,9 @@ class Run:
         v_mean, q_mean, return_mean        of old values and returns, over turns
         return_max                         the largest |return|, which should not exceed R_max
         lr                                 the learning rate, the mean over the steps
-        grad_norm, skipped_steps           before clipping; steps that were not finite
+        grad_norm, grad_norm_values        before clipping: of all parameters but the rows of w+ and
+                                           w- in the head, and of these rows
+        skipped_steps                      steps that were not finite
         sampler_logprob_diff               mean |log-prob of the sampler - of the scoring pass|
         held_out                           with --eval_every: success on held-out games, T = 0.4
         time_*                             seconds on rank 0: rollout (of which env: waiting for
