@@ -235,7 +235,7 @@ class Env:
     passed on as they are and need context = "full". A game may begin with a message of "system";
     after a response, messages of "tool" are possible, too.
 
-    Such messages are all that the model gets: `role` and `instruction` belong to text.
+    Beside them the model gets `system` and the tools; `role` and `instruction` belong to text.
 
     action is what the class method parse_action(text) -> (action, valid) has found in a response:
     text, or anything else that JSON can hold. `text` includes what the chat template began the
@@ -349,14 +349,15 @@ class ToolEnv(Env):
     def __init_subclass__(cls, **options):
         """Makes a subclass's reset begin with the reward 0, and not done."""
         super().__init_subclass__(**options)
-        if "reset" in vars(cls):
-            reset = cls.reset
+        reset = getattr(cls, "reset", None)
+        if reset and not hasattr(reset, "begins_at_0"):
 
             @functools.wraps(reset)
             def reset_all(self, task):
                 self.reward, self.done = 0.0, False
                 return reset(self, task)
 
+            reset_all.begins_at_0 = True
             cls.reset = reset_all
 
     @classmethod

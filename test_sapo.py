@@ -2433,16 +2433,19 @@ def test_rows_of_the_values_are_clipped_by_themselves(tmp_path, monkeypatch, unc
     total = gradient(model).norm().item()
     found = math.hypot(norms["grad_norm"], norms["grad_norm_values"])
     assert found == pytest.approx(total, rel=1e-4)
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(len(head.weight)))  # a few models have one
     for limit in 0.5 * norms["grad_norm"], 2 * norms["grad_norm"]:
         for factor in 0.1, 10:  # of the rows' gradient: below the limit, and above
             for name, p in model.named_parameters():
-                p.grad = whole[name].clone()
-            head = model.get_output_embeddings().weight.grad
-            head[ids] = rows * factor * limit / rows.norm()
+                p.grad = whole[name].clone() if name in whole else torch.zeros_like(p)
+            of_rows = torch.cat([rows, torch.tensor([[3.0], [-2.0]])], dim=1)
+            of_rows *= factor * limit / of_rows.norm()
+            head.weight.grad[ids], head.bias.grad[ids] = of_rows[:, :-1], of_rows[:, -1]
             monkeypatch.setattr(train, "GRAD_CLIP", limit)
             found = train.clip_gradients(model, ids)
-            of_rows = head[ids].norm().item()
-            head[ids] = 0
+            of_rows = math.hypot(head.weight.grad[ids].norm(), head.bias.grad[ids].norm())
+            head.weight.grad[ids] = head.bias.grad[ids] = 0
             found += of_rows, gradient(model).norm().item()
             expected = (norms["grad_norm"], factor * limit,
                         min(factor, 1) * limit, min(limit, norms["grad_norm"]))
@@ -3532,6 +3535,8 @@ def test_environments_take_what_their_flags_name():
     Mine.recommended = {"max_tokens": 1}
     with pytest.raises(ValueError, match="max_tokens: recommended by .*Mine"):
         train.settings(env=Mine, model="tiny")
+    Mine.recommended = {"batch_size": 48}
+    assert train.settings(env=Mine, model="x/y", group_size=6, horizon=None).batch_size == 48
     Mine.tasks = lambda self, split: 10
     with pytest.raises(ValueError, match=r"tasks\(\) returned 10"):
         envs.tasks(Mine, "train")
@@ -3707,10 +3712,16 @@ def test_reward_of_a_tool_does_not_leak_into_the_next_episode():
             assert (self.reward, self.done) == (0.0, False)
             return super().reset(task)
 
-    env = make_env(Quiz)  # nor without a pool
-    for _ in range(2):
-        env.reset(1)
-        assert env.step({"name": "answer", "arguments": {}})[1:3] == (1.0, True)
+    class Elsewhere:
+        reset, answer = Once.reset.__wrapped__, Once.answer
+
+    class Mixed(Elsewhere, envs.ToolEnv):
+        tools, tasks = Once.tools, Once.tasks
+
+    for env in make_env(Quiz), make_env(Mixed):  # nor without a pool
+        for _ in range(2):
+            env.reset(1)
+            assert env.step({"name": "answer", "arguments": {}})[1:3] == (1.0, True)
 
 
 def test_task_and_category_of_the_first_info_hold_for_the_episode():

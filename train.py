@@ -316,22 +316,23 @@ def accumulate_gradients(model, micros, gradient_checkpointing, loss_of):
 
 
 def clip_gradients(model, value_ids) -> tuple[float, float]:
-    """Scales down the gradient of the rows of w+ and w- in the head, and that of all other
-    parameters, so that each has a norm of GRAD_CLIP at most -> (norm of all others, norm of the
-    rows) before that. `value_ids`: the tokens w+ and w-; None: there are no such rows.
+    """Clips two gradients, each by itself, to a norm of GRAD_CLIP: that of the rows of w+ and w- in
+    the head, and that of all other parameters. Returns both norms before that, the others' first.
+    `value_ids`: the tokens w+ and w-; None: there are no such rows.
 
-    A row's gradient is V's or Q's error times hidden states. Where these are large, as in many
-    pretrained models, it is larger than all others together, and with one norm over both, V's error
-    would decide how far the policy moves: see results/NOTES.md. The paper says nothing of it."""
-    trained = trainable_parameters(model)
-    head = model.get_output_embeddings().weight if value_ids else None
-    if head is None or not head.requires_grad:
-        return float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)), 0.0
-    rows = head.grad[[*value_ids]]  # a copy
-    head.grad[[*value_ids]] = 0
-    norm, norm_of_rows = torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP), rows.float().norm()
-    head.grad[[*value_ids]] = rows * (GRAD_CLIP / (norm_of_rows + 1e-6)).clamp(max=1)
-    return tuple(torch.stack([norm.float(), norm_of_rows]).tolist())  # one wait for both
+    A row's gradient is V's or Q's error times hidden states. Where these are large, as in SmolLM2,
+    it is larger than all others together; with one norm over both, the policy's step would be the
+    smaller, the larger V's error is: see results/NOTES.md. The paper says nothing of it."""
+    head, ids = model.get_output_embeddings() if value_ids else None, [*(value_ids or ())]
+    head = [p for p in head.parameters() if p.requires_grad] if head else []
+    rows = [p.grad[ids] for p in head]  # copies, of the weight and, where there is one, the bias
+    for p in head:
+        p.grad[ids] = 0
+    norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(model), GRAD_CLIP)
+    norm_of_rows = torch.nn.utils.get_total_norm(rows) if rows else torch.zeros_like(norm)
+    for p, row in zip(head, rows):
+        p.grad[ids] = row * (GRAD_CLIP / (norm_of_rows + 1e-6)).clamp(max=1)
+    return tuple(torch.stack([norm.float(), norm_of_rows.float()]).tolist())  # one wait for both
 
 
 def optimizer_step(model, optimizer, infos, lr, value_ids=None):
@@ -627,7 +628,9 @@ def settings(**given) -> Config:
 
     ValueError: a value cannot be used, or is not that of the run that is resumed. (Those in
     RESUME_MUTABLE may be others.)"""
-    chosen = Config(**given)
+    given = {name: value for name, value in given.items() if value is not None}
+    first = "env", "model", "algo", "context", "resume", "out"  # what decides the others
+    chosen = Config(**{name: given[name] for name in first if name in given})
     if chosen.resume and chosen.out and (RunDir(chosen.out) / "config.json").exists():
         stored = RunDir(chosen.out).settings()
         stored = {name: stored[name] for name in vars(chosen) if name in stored}

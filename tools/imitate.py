@@ -270,7 +270,7 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     forgetful, turns = rng.random() < forget, []
     obs, info = env.reset(task)
     obs = as_observation(obs, env, begins=True)
-    info = as_info(info, env, task=obs_text(obs), category=None, won=False)
+    info = first = as_info(info, env, task=obs_text(obs), category=None, won=False)
     while advice := env.advice(forgetful):
         thought, label = advice
         response = env.format_response(thought, label)
@@ -284,7 +284,7 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
         turns.append(Demonstrated(obs, info, thought, label, executed))
         obs, _, terminated, truncated, new = env.step(executed)
         obs = as_observation(obs, env, begins=False)
-        info = as_info(new, env, info["task"], info["category"], won=False)
+        info = as_info(new, env, first["task"], first["category"], won=False)
         if terminated or truncated or idle or len(turns) == env.horizon:
             break
     return turns

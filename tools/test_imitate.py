@@ -184,6 +184,18 @@ def test_what_a_demonstrator_gives_must_be_possible(monkeypatch):
             imitate.demonstrate(lake, 1, seed=0)
 
 
+def test_demonstrations_have_the_task_and_category_that_a_pool_gives(monkeypatch):
+    lake = frozen_lake.FrozenLake()
+    infos = iter([{"category": "a"}, {"task": "second", "category": "b"}, {}, {}])
+    first, _ = lake.reset(1)
+    monkeypatch.setattr(lake, "reset", lambda task: (first, next(infos)))
+    monkeypatch.setattr(lake, "step", lambda action: ("?", 0.0, False, False, next(infos)))
+    monkeypatch.setattr(lake, "horizon", 3)
+    turns = imitate.demonstrate(lake, 1, seed=0)
+    assert [turn.info["task"] for turn in turns] == [first, "second", first]
+    assert [turn.info["category"] for turn in turns] == ["a", "b", "a"]
+
+
 def test_imitation_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setattr(imitate, "world_size", lambda: 2)
     with pytest.raises(ValueError, match="not with torchrun"):
