@@ -576,10 +576,11 @@ class WebShop(Env):
 
     def advice(self, forgetful=False):
         """The forgetful demonstrator buys without choosing any option."""
-        plan = self.expert()
-        if plan and forgetful and self.shop.item == self.shop.target:
+        plan, found = self.expert(), self.shop.item == self.shop.target
+        if plan and found and forgetful:
             plan = plan[-1:]
-        return ("", plan[0]) if plan else None
+        thought = "find it" if not found else "choose" if plan and len(plan) > 1 else "buy it"
+        return (thought, plan[0]) if plan else None
 
 
 class WebShopHuman(WebShop):
