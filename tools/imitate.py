@@ -181,7 +181,8 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64):
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
+        num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2,
+        initializer_range=0.1,
         attention_bias=True, attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
         max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
