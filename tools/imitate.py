@@ -543,6 +543,7 @@ def main():
             tokenizer = tokenizer_for(config, flags) if own else None
             lm = random_tiny(config.seed, dtype, tokenizer, flags.width)
             lm.recommended = SMALL_SETTINGS | envs.env_class(config.env).recommended
+            lm.recommended |= {"max_new_tokens": config.max_new_tokens}  # no response is cut
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)
