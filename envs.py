@@ -576,11 +576,16 @@ class WebShop(Env):
 
     def advice(self, forgetful=False):
         """The forgetful demonstrator buys without choosing any option."""
-        plan, found = self.expert(), self.shop.item == self.shop.target
-        if plan and found and forgetful:
-            plan = plan[-1:]
-        thought = "find it" if not found else "choose" if plan and len(plan) > 1 else "buy it"
-        return (thought, plan[0]) if plan else None
+        plan, shop = self.expert(), self.shop
+        if not plan:
+            return None
+        if shop.item != shop.target:
+            return "find it", plan[0]
+        if forgetful or len(plan) == 1:
+            return "buy it", plan[-1]
+        value = plan[0].removeprefix("click[").removesuffix("]")
+        name = shop.option_names(shop.item).get(value)
+        return f"choose {name}: {value}" if name else "go back", plan[0]
 
 
 class WebShopHuman(WebShop):
