@@ -60,6 +60,7 @@ COMMANDS = "Commands that work now: [{commands}]."
 ALWAYS = "These commands always work: [{commands}]."
 OTHERS = "Other commands that work now: [{commands}]."
 SAME_WAY = " Answer every later message in the same way."
+SEP = " [SEP] "  # between the pieces of the shop's pages
 
 
 def quoted(commands):
@@ -180,8 +181,8 @@ class ShopPrompts(PromptBuilder):
     listing = COMMANDS.replace("that work now", "on this page")
 
     def format_obs(self, obs):
-        page = obs.split(f" [SEP] {self.info['task'].strip()} [SEP] ", 1)[-1]
-        return " [SEP] ".join(f"'{piece}'" for piece in page.split(" [SEP] "))
+        page = obs.split(f"{SEP}{self.info['task'].strip()}{SEP}", 1)[-1]
+        return SEP.join(f"'{piece}'" for piece in page.split(SEP))
 
     def accepts(self, action, valid):
         """Any search is admissible, and clicks on what the page lists."""
@@ -574,8 +575,17 @@ class WebShop(Env):
         return self.shop.expert()
 
     def advice(self, forgetful=False):
-        plan = self.expert()
-        return ("", plan[0]) if plan else None
+        """The forgetful demonstrator buys without choosing any option."""
+        plan, shop = self.expert(), self.shop
+        if not plan:
+            return None
+        if shop.item != shop.target:
+            return "find it", plan[0]
+        if forgetful or len(plan) == 1:
+            return "buy it", plan[-1]
+        value = plan[0].removeprefix("click[").removesuffix("]")
+        name = shop.option_names(shop.item).get(value)
+        return f"choose {name}: {value}" if name else "go back", plan[0]
 
 
 class WebShopHuman(WebShop):

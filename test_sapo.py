@@ -1034,12 +1034,16 @@ def test_the_shop_follows_the_protocol(shop_data):
     assert {k: type(v) for k, v in info.items()} == INFO and info["category"] == "fashion"
     assert (info["won"], info["score"]) == (False, 0.0) and info["task"].startswith(TASK)
     assert info["admissible"] == ["search[<your query>]", "click[search]"]
+    assert env.advice(True) == env.advice() == ("find it", env.expert()[0])
     for command in ("search[summer dresses]", "click[b00dress01]", "click[red | white]",
                     "click[s]"):
         obs, *outcome, info = env.step(command)
         assert outcome == [0.0, False, False] and (info["won"], info["score"]) == (False, 0.0)
         assert obs == env.shop.observation() and info["admissible"] == env.shop.actions()
-    assert env.advice() == ("", "click[buy now]") and env.expert() == ["click[buy now]"]
+        if command == "click[b00dress01]":
+            assert env.advice() == ("choose color: red | white", "click[red | white]")
+            assert env.advice(forgetful=True) == ("buy it", "click[buy now]")
+    assert env.advice() == ("buy it", "click[buy now]") and env.expert() == ["click[buy now]"]
     obs, reward, terminated, truncated, info = env.step("click[buy now]")
     assert (reward, terminated, truncated) == (10.0, True, False)
     assert (info["won"], info["score"], info["admissible"]) == (True, 1.0, [])

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        trainers)
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -104,23 +105,42 @@ def tiny_tokenizer():
 
 
 def bpe_tokenizer(texts=(), phrases=()):
-    """A byte-level BPE tokenizer of these texts: what it encodes, it decodes as it was. A word, a
-    digit, a blank, or other characters in a row are encoded alike wherever they are, so that a
-    model can copy them. Each of the `phrases` is one token."""
+    """A byte-level BPE tokenizer of these texts: what it encodes, it decodes as it was. A word is
+    encoded alike wherever it is, and so is a digit, so that a model can copy them; and a blank
+    between two words costs no token. Each of the `phrases` is one token, unless it is a part of
+    longer words.
+
+    In the vocabulary every piece of a text (a word, a digit, other characters in a row) begins with
+    a blank. Decoding deletes it, except between two letters, where it is the blank of the text. So
+    a blank between letters is not encoded at all (`implied`), unless a phrase follows; every other
+    blank is a character of its own (`written`). These two are private characters of Unicode; in a
+    text they would become blanks."""
+    implied, written, letter = "\ue000", "\ue001", "[A-Za-z_]"
+    phrases = {re.sub(f"^ +(?={letter})|(?<={letter}) +$", "", phrase) for phrase in phrases}
     control = [f"<|{name}|>" for name in ("pad", "system", "user", "assistant", "tool", "end")]
     tags = [f"<{end}{name}>" for name in ("think", "action", "tool_call") for end in ("", "/")]
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r"[\p{L}_]+|\p{N}|[^\p{L}\p{N}_]+")
+    tokenizer.normalizer = normalizers.Sequence([
+        normalizers.Replace(Regex(f"(?<={letter}) (?={letter})"), implied),
+        normalizers.Replace(" ", written)])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(pieces, "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
+        pre_tokenizers.Split(Regex(f"{implied}(?={letter})"), "removed"),
+        pre_tokenizers.Split(Regex(r"[A-Za-z_][A-Za-z0-9_]*|\p{N}|[^A-Za-z_\p{N}]+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.ByteLevel(), decoders.Replace(Regex(f"(?<!{letter}) | (?!{letter})"), ""),
+        decoders.Replace(implied, " "), decoders.Replace(written, " ")])
     whole = "|".join(map(re.escape, [*control, *tags, *sorted(phrases, key=len, reverse=True)]))
-    parts = (part for text in texts for part in re.split(whole, text))
+    parts = [part for text in texts for part in re.split(whole, text)]
+    # these are one token each, where they are alone
+    parts += 2 * [implied, written, *map(chr, range(33, 127))]
     tokenizer.train_from_iterator(parts, trainers.BpeTrainer(
         vocab_size=4000, min_frequency=2, show_progress=False, special_tokens=control,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*tags, *sorted(phrases))])
+    tokenizer.add_tokens([
+        AddedToken(tokenizer.normalizer.normalize_str(text), normalized=True,
+                   single_word=bool(re.search(f"{letter}$", text)))
+        for text in (*tags, *sorted(phrases))])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|end|>",
         pad_token="<|pad|>", clean_up_tokenization_spaces=False)
@@ -129,9 +149,10 @@ def bpe_tokenizer(texts=(), phrases=()):
 def tokenizer_for(config, flags):
     """The tokenizer of another environment, made from demonstrations in training games. What is the
     same in all of them is one token: a line of the beginning, such as an instruction or what a tool
-    does, and what prompts and responses consist of beside what is filled in."""
+    does, a command that every game has, and what prompts and responses consist of beside what is
+    filled in."""
     env, chat = envs.env_class(config.env), Chat(bpe_tokenizer())
-    games, beginnings, phrases = [], [], {*prompt_phrases()}
+    games, same, responses, phrases = [], [], [], {*prompt_phrases(), env.role, f"'{envs.SEP}'"}
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     for task in evaluation.evenly_spaced(ids, 256):
         if turns := demonstrate_here(config, flags, (config.seed, 0), task):
@@ -139,24 +160,29 @@ def tokenizer_for(config, flags):
             games += [chat.tokenizer.decode(ids) for ids, _ in samples]
             (ids, spans), *_ = samples
             beginning = chat.tokenizer.decode(ids[:spans[0][0]])
-            beginnings.append({*re.split(r"\n|<\|\w+\|>", beginning)})
-            label = turns[0].label
-            action = "\1" if isinstance(label, str) else label
-            response = env.format_response("\0", action)
-            phrases.update(re.split("[\0\1]", response.replace(envs.action_text(action), "\1")))
-    phrases |= set.intersection(*beginnings or [set()])
+            commands = (turn.info["admissible"] or () for turn in turns)
+            same.append({*re.split(r"\n|<\|\w+\|>", beginning)}.union(*commands))
+            # what is around thought and action, if they can be told apart from it
+            response = env.format_response(turns[0].thought, turns[0].label)
+            filled_in = turns[0].thought, envs.action_text(turns[0].label)
+            if all(response.count(part) == 1 for part in filled_in):
+                responses.append({*re.split("|".join(map(re.escape, filled_in)), response)})
+    for sets in same, responses:
+        phrases |= set.intersection(*sets or [set()])
     several_words = re.compile(r"\w.*\s|\s.*\w", re.S)
     return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)])
 
 
-def random_tiny(seed=0, dtype=torch.float32, tokenizer=None):
-    """A randomly initialized model of about 0.2 M parameters. Its embeddings are untied, and the
-    rows of w+ and w- are 0, so that V = Q = 0 at the start. The architecture is Qwen2's, but under
-    the name SeedOss, because transformers would replace the tokenizer of a Qwen2 model."""
+def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64):
+    """A randomly initialized model of about 0.2 M parameters, or more if it is wider. Its
+    embeddings are untied, and the rows of w+ and w- are 0, so that V = Q = 0 at the start. The
+    architecture is Qwen2's, but under the name SeedOss, because transformers would replace the
+    tokenizer of a Qwen2 model."""
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=len(tokenizer) + 2, initializer_range=0.1,
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2,
+        initializer_range=0.1,
         attention_bias=True, attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
         max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -458,6 +484,7 @@ class Flags:
     resume: bool = False  # continue the imitation in --out; give the same flags as before
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
+    width: int = 64  # the size of the hidden states of a model that is made here
 
 
 SAVE_AFTER = 180  # seconds
@@ -513,8 +540,10 @@ def main():
             lm = load(config.out, env=config.env, dtype=dtype)
         elif config.model == "random":
             own = config.env not in ("house", "alfworld")
-            lm = random_tiny(config.seed, dtype, tokenizer_for(config, flags) if own else None)
+            tokenizer = tokenizer_for(config, flags) if own else None
+            lm = random_tiny(config.seed, dtype, tokenizer, flags.width)
             lm.recommended = SMALL_SETTINGS | envs.env_class(config.env).recommended
+            lm.recommended |= {"max_new_tokens": config.max_new_tokens}  # no response is cut
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)

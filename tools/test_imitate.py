@@ -1,6 +1,7 @@
 """Tests of tools/imitate.py."""
 import json
 import os
+import random
 import signal
 
 import pytest
@@ -141,8 +142,21 @@ def test_bpe_keeps_every_text_and_encodes_words_alike_wherever_they_are():
     split = lambda text: [tokenizer.decode([i]) for i in chat.encode(text)]
     assert split("price (price)=\"price\"") == ["price", " ", "(", "price", ")", "=", '"', "price",
                                                 '"']
-    assert split("123 fig") == ["1", "2", "3", " ", "fig"]
+    assert split("123 fig of price") == ["1", "2", "3", " ", "fig", "of", "price"]
     assert split("You stand here. Go! <think>") == ["You stand here. Go!", " ", "<think>"]
+    rng = random.Random(0)
+    parts = ("fig", "of", " ", "  ", "1", "_", "[", "é", "\n", "'", "x9", ".", "🐟", "\t",
+             "You stand here.", "go to", "<think> ")
+    tokenizer = imitate.bpe_tokenizer(texts, ["You stand here.", "go to", "<think> "])
+    for _ in range(500):
+        text = "".join(rng.choices(parts, k=8))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    # blanks at the ends of a phrase belong to the words beside them
+    tokenizer = imitate.bpe_tokenizer(texts, ["go to ", " by way of ", "_a b_"])
+    split = lambda text: [tokenizer.decode([i]) for i in Chat(tokenizer).encode(text)]
+    assert split("go to fig") == ["go to", "fig"]
+    assert split("fig by way of price.") == ["fig", " ", "by way of", "price", "."]
+    assert tokenizer.decode(tokenizer.encode("x_a b_y")) == "x_a b_y"
 
 
 def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
@@ -157,12 +171,14 @@ def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
     assert split(f"{lake.role}\nIce: north.") == [lake.role, "\n", "Ice", ": ", "north", "."]
     assert split(envs.ANSWER) == [envs.ANSWER] and split("What you saw: ") == ["What you saw: "]
     assert split("['Up-Left', 'north']") != split("['up-left', 'north']")
-    monkeypatch.setattr(frozen_lake, "WAYS", dict(zip("atc", frozen_lake.WAYS.values())))
+    own = staticmethod(lambda thought, label: f"I {thought} to: {label}")
+    monkeypatch.setattr(lake, "format_response", own)
+    monkeypatch.setattr(lake, "parse_action", staticmethod(
+        lambda text: (text.split(": ")[1], True)))
     imitate.demonstrator.cache_clear()
     tokenizer = imitate.tokenizer_for(config, flags)
     lm = random_tiny(tokenizer=tokenizer)
-    response = lake.format_response("look", "t")  # letters that the tags have, too
-    assert split(response) == ["<think> ", "look", " </think> <action> ", "t", " </action>"]
+    assert split("I look to: north") == ["I", "look", " ", "to: ", "north"]
     monkeypatch.delattr(lake, "advice")
     with pytest.raises(ValueError, match="no demonstrator"):
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
