@@ -2869,7 +2869,26 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     assert (tmp_path / "new" / "final").is_dir()
 
 
-MY_ENV = (HERE / "tools/frozen_lake.py").read_text()
+LAKE = (HERE / "tools/frozen_lake.py").read_text()
+# The frozen lake, which ends its episodes itself and whose info has all that an info can have.
+MY_ENV = LAKE[:LAKE.index("        info = {")] + '''\
+        self.turn = 0
+        return f"Your task is to: reach the goal. {self.observation()}", self.info()
+
+    def info(self):
+        return {"admissible": [*WAYS], "task": "reach the goal.", "category": "lake",
+                "won": self.at == self.goal, "score": float(self.at == self.goal)}
+
+    def step(self, action):
+        self.turn += 1
+        self.at = neighbours(self.at).get(action, self.at)
+        info = self.info()
+        terminated = info["won"] or self.at not in self.distance
+        truncated = self.turn == self.horizon and not terminated
+        return self.observation(), envs.REWARD * info["won"], terminated, truncated, info
+
+''' + LAKE[LAKE.index("    def observation"):LAKE.index("    def step")] + (
+    LAKE[LAKE.index("    def advice"):])
 
 
 def test_resuming_with_another_reference_is_refused(tmp_path, monkeypatch):
