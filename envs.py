@@ -233,9 +233,8 @@ class Env:
     obs is text, which the prompt shows between `role` and `instruction`; the first one must state
     the task. Or it is a list of chat messages, [{"role": "user", "content": "..."}, ...], which are
     passed on as they are and need context = "full". A game may begin with a message of "system";
-    after a response, messages of "tool" are possible, too.
-
-    Beside them the model gets `system` and the tools; `role` and `instruction` belong to text.
+    after a response, messages of "tool" are possible, too. Beside such messages the model is shown
+    `system` and the tools, but not `role` and `instruction`.
 
     action is what the class method parse_action(text) -> (action, valid) has found in a response:
     text, or anything else that JSON can hold. `text` includes what the chat template began the
@@ -658,9 +657,11 @@ def context_for(name, context=None) -> str:
 def tasks(name, split: str, **options) -> list:
     """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
     found, label = make_env(name, **options).tasks(split), getattr(name, "__name__", name)
-    if found is not None and not isinstance(found, Iterable):
+    if found is None:
+        found = ()
+    if not isinstance(found, Iterable):
         raise ValueError(f"--env {label}: tasks() returned {found!r}; it must return task ids")
-    ids = [as_python(task) for task in (() if found is None else found)]
+    ids = [as_python(task) for task in found]
     if not ids:
         raise ValueError(f"--env {label} has no tasks in the split {split!r}")
     if wrong := [task for task in ids if not isinstance(task, (str, int))]:

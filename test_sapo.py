@@ -2870,7 +2870,7 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
 
 
 LAKE = (HERE / "tools/frozen_lake.py").read_text()
-# The frozen lake, which ends its episodes itself and whose info has all that an info can have.
+# A frozen lake for tests: it ends its episodes by itself, and its info has every key.
 MY_ENV = LAKE[:LAKE.index("        info = {")] + '''\
         self.turn = 0
         return f"Your task is to: reach the goal. {self.observation()}", self.info()

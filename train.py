@@ -315,17 +315,18 @@ def accumulate_gradients(model, micros, gradient_checkpointing, loss_of):
     return infos
 
 
-def clip_gradients(model, value_ids) -> tuple[float, float]:
+def clip_gradients(model, value_ids=()) -> tuple[float, float]:
     """Clips two gradients, each by itself, to a norm of GRAD_CLIP: that of the rows of w+ and w- in
     the head, and that of all other parameters. Returns both norms before that, the others' first.
-    `value_ids`: the tokens w+ and w-; None: there are no such rows.
+    `value_ids`: the tokens w+ and w-, if the model has such rows.
 
     A row's gradient is V's or Q's error times hidden states. Where these are large, as in SmolLM2,
     it is larger than all others together; with one norm over both, the policy's step would be the
     smaller, the larger V's error is: see results/NOTES.md. The paper says nothing of it."""
-    head, ids = model.get_output_embeddings() if value_ids else None, [*(value_ids or ())]
-    head = [p for p in head.parameters() if p.requires_grad] if head else []
-    rows = [p.grad[ids] for p in head]  # copies, of the weight and, where there is one, the bias
+    ids, head = [*value_ids], []
+    if ids:  # the weight and, where there is one, the bias
+        head = [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
+    rows = [p.grad[ids] for p in head]  # copies
     for p in head:
         p.grad[ids] = 0
     norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(model), GRAD_CLIP)
@@ -335,7 +336,7 @@ def clip_gradients(model, value_ids) -> tuple[float, float]:
     return tuple(torch.stack([norm.float(), norm_of_rows.float()]).tolist())  # one wait for both
 
 
-def optimizer_step(model, optimizer, infos, lr, value_ids=None):
+def optimizer_step(model, optimizer, infos, lr, value_ids=()):
     """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or a
     gradient norm is not finite. Returns the infos summed over micro-batches and ranks (for names
     that end in _max, their maximum), the gradient norms before clipping, and skipped_steps, 0 or 1.

@@ -132,7 +132,7 @@ def bpe_tokenizer(texts=(), phrases=()):
         decoders.Replace(implied, " "), decoders.Replace(written, " ")])
     whole = "|".join(map(re.escape, [*control, *tags, *sorted(phrases, key=len, reverse=True)]))
     parts = [part for text in texts for part in re.split(whole, text)]
-    # these are one token each, where they are alone
+    # a character that stands alone is one token, also one that the texts do not have
     parts += 2 * [implied, written, *map(chr, range(33, 127))]
     tokenizer.train_from_iterator(parts, trainers.BpeTrainer(
         vocab_size=4000, min_frequency=2, show_progress=False, special_tokens=control,
@@ -182,8 +182,8 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64):
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2,
-        initializer_range=0.1,
-        attention_bias=True, attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
+        initializer_range=0.1, attention_bias=True, attention_out_bias=False,
+        attention_dropout=0.0, residual_dropout=0.0,
         max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
@@ -377,12 +377,13 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
                 buffer += samples_of(lm.chat, turns, context, config)
             if len(buffer) == had:
                 raise ValueError("the demonstrator knows no way to win any of the games drawn")
+            rng.shuffle(buffer)
+        if step == 0:
             longest = max(end - start for _, spans in buffer for start, end in spans)
-            if longest > config.max_new_tokens and not step:
+            if longest > config.max_new_tokens:
                 tqdm.write(f"Warning: the demonstrator's responses have up to {longest} tokens, "
                            f"and --max_new_tokens {config.max_new_tokens} cuts what the model "
                            "says: raise it, here and in train.py")
-            rng.shuffle(buffer)
         batch = []
         while sum(len(spans) for _, spans in batch) < flags.batch:
             batch.append(buffer.pop())
@@ -542,8 +543,8 @@ def main():
             own = config.env not in ("house", "alfworld")
             tokenizer = tokenizer_for(config, flags) if own else None
             lm = random_tiny(config.seed, dtype, tokenizer, flags.width)
-            lm.recommended = SMALL_SETTINGS | envs.env_class(config.env).recommended
-            lm.recommended |= {"max_new_tokens": config.max_new_tokens}  # no response is cut
+            lm.recommended = (SMALL_SETTINGS | envs.env_class(config.env).recommended
+                              | {"max_new_tokens": config.max_new_tokens})  # no response is cut
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)
