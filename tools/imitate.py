@@ -173,24 +173,89 @@ def tokenizer_for(config, flags):
     return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)])
 
 
-def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64):
+def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=False):
     """A randomly initialized model of about 0.2 M parameters, or more if it is wider. Its
     embeddings are untied, and the rows of w+ and w- are 0, so that V = Q = 0 at the start. The
     architecture is Qwen2's, but under the name SeedOss, because transformers would replace the
-    tokenizer of a Qwen2 model."""
+    tokenizer of a Qwen2 model. With `copies`, for learn_to_copy, the embeddings are tied, so that
+    the model can also say a token that it never had to say before, and two heads look back."""
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2,
         initializer_range=0.1, attention_bias=True, attention_out_bias=False,
         attention_dropout=0.0, residual_dropout=0.0,
-        max_position_embeddings=16384, tie_word_embeddings=False, bos_token_id=None,
+        max_position_embeddings=16384, tie_word_embeddings=copies, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.lm_head.weight.data[-2:] = 0
+    if copies:
+        look_back(model.model.layers[0].self_attn)
     return actor_critic(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+
+
+@torch.no_grad()
+def look_back(attention):
+    """Makes the two heads that share the first key begin by looking at the token before, whatever
+    it is: their queries and the key are a bias, and the key's is turned so that the rotary
+    embedding aligns the two one place back. To copy, a model looks for a place behind the token
+    that is the last one now, so it needs such a head, and gradients find one late."""
+    size, pairs = attention.head_dim, 6  # the pairs that the rotary embedding turns fastest
+    angle = attention.config.rope_parameters["rope_theta"] ** (-2 * torch.arange(pairs) / size)
+    for projection, rows in (attention.q_proj, 2 * size), (attention.k_proj, size):
+        projection.weight[:rows] = projection.bias[:rows] = 0
+    queries, key = attention.q_proj.bias[:2 * size], attention.k_proj.bias[:size]
+    queries.view(2, 2, -1)[:, 0, :pairs] = 7
+    key.view(2, -1)[:, :pairs] = 7 * torch.stack([angle.cos(), angle.sin()])
+
+
+# -------------------------------------------------------------------------- learning to copy
+
+LONGEST = 512  # random tokens in a row, and as many that are repeated
+
+
+def copying(rng, vocabulary, length):
+    """Rows of `length` random tokens, with parts of them repeated until a row is twice as long ->
+    samples [(ids, spans of what is repeated, without the first token, which nobody can know)]. In
+    long rows, a third of the random tokens are one of four, so that it takes more than one token to
+    find a place again."""
+    samples = []
+    for _ in range(LONGEST // length):
+        few, any_token = rng.integers(vocabulary, size=4), rng.integers(vocabulary, size=length)
+        is_few = rng.random(length) < (1 / 3 if length >= 64 else 0)
+        ids, spans = np.where(is_few, rng.choice(few, length), any_token).tolist(), []
+        while len(ids) < 2 * length:
+            size = int(rng.integers(4, min(17, length)))
+            start = int(rng.integers(len(ids) - size))
+            spans.append((len(ids) + 1, len(ids) + size))
+            ids += ids[start:start + size]
+        samples.append((ids, spans))
+    return samples
+
+
+def learn_to_copy(lm, steps, lr, seed):
+    """Trains on random tokens before anything else, so that the model can repeat words of a prompt.
+    Rows begin with 8 tokens and become twice as long whenever the loss is below 1."""
+    optimizer, rng, length = AdamW(lm.model.parameters(), lr), np.random.default_rng(seed), 8
+    with progress("learning to copy", steps, "steps") as bar:
+        for step in range(steps):
+            samples = copying(rng, len(lm.chat.tokenizer), length)
+            tokens = sum(end - start for _, spans in samples for start, end in spans)
+            losses = []
+
+            def loss_of(batch):
+                losses.append(imitation_loss(lm, batch, text_weight=0.0) / tokens)
+                return losses[-1], {}
+
+            train_step(lm.model, optimizer, [make_batch(samples).to(lm.device)], loss_of,
+                       lr * min(1.0, (step + 1) / 50))
+            if losses[0] < 1 and length < LONGEST:
+                length *= 2
+            bar.update()
+    print0(f"after {steps} steps of copying, a repeated token has a loss of {losses[0]:.2f} in "
+           f"rows of {2 * length} tokens")
 
 
 # ---------------------------------------------------------------------------- the demonstrators
@@ -486,6 +551,8 @@ class Flags:
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
+    copy_steps: int = 0  # steps in which a model that is made here first learns to repeat random
+    # tokens; try 2000 where actions have words of the prompt that are new in every task
 
 
 SAVE_AFTER = 180  # seconds
@@ -542,13 +609,15 @@ def main():
         elif config.model == "random":
             own = config.env not in ("house", "alfworld")
             tokenizer = tokenizer_for(config, flags) if own else None
-            lm = random_tiny(config.seed, dtype, tokenizer, flags.width)
+            lm = random_tiny(config.seed, dtype, tokenizer, flags.width, flags.copy_steps > 0)
             lm.recommended = (SMALL_SETTINGS | envs.env_class(config.env).recommended
                               | {"max_new_tokens": config.max_new_tokens})  # no response is cut
         else:
             lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
         choose_threads(lm.model)
         lm = train.apply_speed_and_memory_settings(lm, config)
+        if flags.copy_steps and config.model == "random" and not flags.resume:
+            learn_to_copy(lm, flags.copy_steps, flags.lr, config.seed)
         workers = envs.default_workers(config.env)
         pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
         # forked from a server without threads; Ctrl-C is left to this process
