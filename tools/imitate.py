@@ -552,7 +552,7 @@ class Flags:
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
     copy_steps: int = 0  # steps in which a model that is made here first learns to repeat random
-    # tokens; try 2000 where actions have words of the prompt that are new in every task
+                           # tokens: try 2000 where actions have words that are new in every task
 
 
 SAVE_AFTER = 180  # seconds

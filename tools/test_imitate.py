@@ -1,9 +1,12 @@
 """Tests of tools/imitate.py."""
 import json
+import math
 import os
 import random
+import re
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,6 +185,35 @@ def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
     monkeypatch.delattr(lake, "advice")
     with pytest.raises(ValueError, match="no demonstrator"):
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
+
+
+def test_two_heads_of_a_model_that_copies_begin_by_looking_one_token_back():
+    lm = random_tiny(tokenizer=imitate.bpe_tokenizer(), copies=True)
+    lm.model.set_attn_implementation("eager")
+    ids = torch.randint(300, (1, 400), generator=torch.Generator().manual_seed(0))
+    heads = lm.model(ids, output_attentions=True).attentions[0][0]  # (heads, T, T)
+    assert (heads[:2].diagonal(-1, 1, 2) > 0.9).all() and heads[2:].diagonal(-1, 1, 2).mean() < 0.1
+    assert lm.head.weight.data_ptr() == lm.model.get_input_embeddings().weight.data_ptr()
+
+
+def test_what_is_to_be_copied_stands_earlier_in_its_row():
+    rng = np.random.default_rng(0)
+    for length in 8, 64, imitate.LONGEST:
+        samples = imitate.copying(rng, 4000, length)
+        assert len(samples) * length == imitate.LONGEST
+        for ids, spans in samples:
+            assert 2 * length <= len(ids) <= 2 * length + 16 and spans[-1][1] == len(ids)
+            for start, end in spans:
+                part = ids[start - 1:end]
+                assert any(ids[i:i + len(part)] == part for i in range(start - 1))
+
+
+def test_copying_is_learned(capsys):
+    lm = random_tiny(tokenizer=imitate.bpe_tokenizer(), copies=True)
+    imitate.learn_to_copy(lm, 1, 3e-3, seed=0)
+    imitate.learn_to_copy(lm, 100, 3e-3, seed=0)
+    before, after = re.findall(r"a loss of (\S+)", capsys.readouterr().out)
+    assert float(after) < 5.5 < math.log(366) - 0.2 < float(before)
 
 
 def test_what_a_demonstrator_gives_must_be_possible(monkeypatch):
