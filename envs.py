@@ -574,17 +574,22 @@ class WebShop(Env):
         return self.shop.expert()
 
     def advice(self, forgetful=False):
-        """The forgetful demonstrator buys without choosing any option."""
-        plan, shop = self.expert(), self.shop
-        if not plan:
+        """Searches with the goal's words, takes the first product, whatever it is, chooses those of
+        the goal's options that it has, and buys: nothing that cannot be read. (expert() knows which
+        product is meant.) The forgetful demonstrator buys without options."""
+        shop = self.shop
+        if shop.page == "search":
+            return "find it", f"search[{shop.goal['text'].split(', and price lower than ')[0]}]"
+        if shop.page == "results" and shop.on_page:
+            return "find it", f"click[{shop.catalogue.product(shop.on_page[0])['asin'].lower()}]"
+        if shop.page != "item":
             return None
-        if shop.item != shop.target:
-            return "find it", plan[0]
-        if forgetful or len(plan) == 1:
-            return "buy it", plan[-1]
-        value = plan[0].removeprefix("click[").removesuffix("]")
-        name = shop.option_names(shop.item).get(value)
-        return f"choose {name}: {value}" if name else "go back", plan[0]
+        wanted = shop.goal["options"]
+        wanted = [] if forgetful else wanted.values() if isinstance(wanted, dict) else wanted
+        for value, name in shop.option_names(shop.item).items():
+            if value in wanted and shop.options.get(name) != value and "[" not in value:
+                return f"choose {name}: {value}", f"click[{value}]"
+        return "buy it", "click[buy now]"
 
 
 class WebShopHuman(WebShop):

@@ -104,11 +104,11 @@ def tiny_tokenizer():
         pad_token="<|pad|>", unk_token="<|unknown|>", clean_up_tokenization_spaces=False)
 
 
-def bpe_tokenizer(texts=(), phrases=()):
+def bpe_tokenizer(texts=(), phrases=(), size=4000):
     """A byte-level BPE tokenizer of these texts: what it encodes, it decodes as it was. A word is
     encoded alike wherever it is, and so is a digit, so that a model can copy them; and a blank
     between two words costs no token. Each of the `phrases` is one token, unless it is a part of
-    longer words.
+    longer words. `size` limits the vocabulary without the phrases.
 
     In the vocabulary every piece of a text (a word, a digit, other characters in a row) begins with
     a blank. Decoding deletes it, except between two letters, where it is the blank of the text. So
@@ -135,7 +135,7 @@ def bpe_tokenizer(texts=(), phrases=()):
     # a character that stands alone is one token, also one that the texts do not have
     parts += 2 * [implied, written, *map(chr, range(33, 127))]
     tokenizer.train_from_iterator(parts, trainers.BpeTrainer(
-        vocab_size=4000, min_frequency=2, show_progress=False, special_tokens=control,
+        vocab_size=size, min_frequency=2, show_progress=False, special_tokens=control,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     tokenizer.add_tokens([
         AddedToken(tokenizer.normalizer.normalize_str(text), normalized=True,
@@ -154,7 +154,7 @@ def tokenizer_for(config, flags):
     env, chat = envs.env_class(config.env), Chat(bpe_tokenizer())
     games, same, responses, phrases = [], [], [], {*prompt_phrases(), env.role, f"'{envs.SEP}'"}
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    for task in evaluation.evenly_spaced(ids, 256):
+    for task in evaluation.evenly_spaced(ids, 256 * flags.vocabulary // 4000):
         if turns := demonstrate_here(config, flags, (config.seed, 0), task):
             samples = samples_of(chat, turns, config.context, config)
             games += [chat.tokenizer.decode(ids) for ids, _ in samples]
@@ -170,7 +170,8 @@ def tokenizer_for(config, flags):
     for sets in same, responses:
         phrases |= set.intersection(*sets or [set()])
     several_words = re.compile(r"\w.*\s|\s.*\w", re.S)
-    return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)])
+    return bpe_tokenizer(games, [text for text in phrases if several_words.search(text)],
+                         flags.vocabulary)
 
 
 def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=False):
@@ -551,6 +552,8 @@ class Flags:
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
+    vocabulary: int = 4000  # the size of its tokenizer at most, if one is made for --env, from 256
+                            # demonstrations for every 4000
     copy_steps: int = 0  # steps in which a model that is made here first learns to repeat random
                            # tokens: try 2000 where actions have words that are new in every task
 
