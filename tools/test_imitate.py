@@ -216,6 +216,15 @@ def test_copying_is_learned(capsys):
     assert float(after) < 5.5 < math.log(366) - 0.2 < float(before)
 
 
+def test_copying_comes_before_imitation(tmp_path, monkeypatch, capsys):
+    run_main(imitate, monkeypatch, "--env", "tools.frozen_lake:FrozenLake", "--horizon", 4,
+             "--copy_steps", 2, "--steps", 1, "--batch", 4, "--out", tmp_path / "lake")
+    assert "after 2 steps of copying" in capsys.readouterr().out
+    lm = load(str(tmp_path / "lake"))
+    assert lm.model.config.tie_word_embeddings and lm.recommended["max_new_tokens"] == 16
+    assert not lm.head.weight[list(lm.value_ids)].any()  # V = Q = 0
+
+
 def test_what_a_demonstrator_gives_must_be_possible(monkeypatch):
     lake = frozen_lake.FrozenLake()
     for label in "North", "up", {"name": "north"}:
