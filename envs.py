@@ -579,9 +579,9 @@ class WebShop(Env):
         product is meant.) The forgetful demonstrator buys without options."""
         shop = self.shop
         if shop.page == "search":
-            return "find it", f"search[{shop.goal['text'].split(', and price lower than ')[0]}]"
+            return "find it", f"search[{shop.goal_without_price()}]"
         if shop.page == "results" and shop.on_page:
-            return "find it", f"click[{shop.catalogue.product(shop.on_page[0])['asin'].lower()}]"
+            return "find it", shop.link_to(shop.on_page[0])
         if shop.page != "item":
             return None
         wanted = shop.goal["options"]

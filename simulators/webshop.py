@@ -617,14 +617,20 @@ class Shop:
                 out[names[best]] = best
         return out
 
+    def link_to(self, item):
+        return f"click[{self.catalogue.product(item)['asin'].lower()}]"
+
+    def goal_without_price(self):
+        return self.goal["text"].split(", and price lower than ")[0]
+
     def way_to(self, product):
         """Commands from any page to the goal's product: through the current results, or by the
         query that finds it on the earliest page. None if no query finds it."""
-        link = [f"click[{product['asin'].lower()}]"]
+        link = [self.link_to(self.target)]
         if self.page == "results" and self.target in self.hits[PER_PAGE * (self.page_number - 1):]:
             pages = self.hits.index(self.target) // PER_PAGE + 1 - self.page_number
             return ["click[next >]"] * pages + link
-        text, found = self.goal["text"].split(", and price lower than ")[0], []
+        text, found = self.goal_without_price(), []
         for query in (text, text.split(" with ")[0], product["query"], product["title"],
                       document(product)[:500]):
             query = " ".join(re.sub(r"[][]", " ", query).split())  # commands use brackets

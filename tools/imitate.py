@@ -184,8 +184,8 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2,
-        initializer_range=0.1, attention_bias=True, attention_out_bias=False,
-        attention_dropout=0.0, residual_dropout=0.0,
+        initializer_range=0.1,
+        attention_bias=True, attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
         max_position_embeddings=16384, tie_word_embeddings=copies, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
@@ -243,19 +243,12 @@ def learn_to_copy(lm, steps, lr, seed):
     with progress("learning to copy", steps, "steps") as bar:
         for step in range(steps):
             samples = copying(rng, len(lm.chat.tokenizer), length)
-            tokens = sum(end - start for _, spans in samples for start, end in spans)
-            losses = []
-
-            def loss_of(batch):
-                losses.append(imitation_loss(lm, batch, text_weight=0.0) / tokens)
-                return losses[-1], {}
-
-            train_step(lm.model, optimizer, [make_batch(samples).to(lm.device)], loss_of,
-                       lr * min(1.0, (step + 1) / 50))
-            if losses[0] < 1 and length < LONGEST:
+            info = train_step(lm.model, optimizer, [make_batch(samples).to(lm.device)],
+                              loss_over(lm, samples), lr * min(1.0, (step + 1) / 50))
+            if info["loss"] < 1 and length < LONGEST:
                 length *= 2
             bar.update()
-    print0(f"after {steps} steps of copying, a repeated token has a loss of {losses[0]:.2f} in "
+    print0(f"after {steps} steps of copying, a repeated token has a loss of {info['loss']:.2f} in "
            f"rows of {2 * length} tokens")
 
 
@@ -426,6 +419,13 @@ def imitation_loss(lm, batch, text_weight):
     return -(weight[b, t + 1] * logp.gather(1, batch.ids[b, t + 1][:, None])[:, 0]).sum()
 
 
+def loss_over(lm, samples, text_weight=0.0):
+    """The loss of train_step for micro-batches of these samples: imitation_loss per token of all
+    their spans."""
+    tokens = sum(end - start for _, spans in samples for start, end in spans)
+    return lambda micro: (imitation_loss(lm, micro, text_weight) / tokens, {})
+
+
 def batches(lm, games, contexts, config, flags, mapper=map, first=0):
     """Yields the samples of each step from `first` on: flags.batch turns or a few more, of the
     contexts in turn, from a buffer of shuffled demonstrations. `mapper` can distribute the
@@ -457,9 +457,11 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
 
 
 def train_step(model, optimizer, micros, loss_of, lr, gradient_checkpointing=False):
+    """Returns what train.optimizer_step returns, among it the loss."""
     infos = train.accumulate_gradients(model, micros, gradient_checkpointing, loss_of)
-    train.optimizer_step(model, optimizer, infos, lr)
+    info = train.optimizer_step(model, optimizer, infos, lr)
     optimizer.zero_grad()  # see train.Learner.free_gradients
+    return info
 
 
 def imitate(lm, pool, config, flags, mapper=map):
@@ -488,12 +490,10 @@ def imitate(lm, pool, config, flags, mapper=map):
         bar.update(first)
         samples = batches(lm, practice, contexts, config, flags, mapper, first)
         for step, batch in enumerate(samples, first):
-            tokens = sum(end - start for _, spans in batch for start, end in spans)
             micros = [make_batch(group).to(lm.device)
                       for group in micro_batches(batch, config.tokens_per_micro_batch)]
-            loss_of = lambda micro: (imitation_loss(lm, micro, flags.text_weight) / tokens, {})
-            train_step(lm.model, optimizer, micros, loss_of, schedule.get_last_lr()[0],
-                       config.gradient_checkpointing)
+            train_step(lm.model, optimizer, micros, loss_over(lm, batch, flags.text_weight),
+                       schedule.get_last_lr()[0], config.gradient_checkpointing)
             schedule.step()
             bar.update()
             if (step + 1) % 200 == 0:
@@ -552,10 +552,10 @@ class Flags:
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
-    vocabulary: int = 4000  # the size of its tokenizer at most, if one is made for --env, from 256
-                            # demonstrations for every 4000
-    copy_steps: int = 0  # steps in which a model that is made here first learns to repeat random
-                           # tokens: try 2000 where actions have words that are new in every task
+    vocabulary: int = 4000  # largest size of a tokenizer that is made here; 256 demonstrations are
+                            # read for every 4000
+    copy_steps: int = 0  # a model that is made here first learns to repeat random tokens, in so
+                         # many steps; try 2000 where actions have words that are new in every task
 
 
 SAVE_AFTER = 180  # seconds
