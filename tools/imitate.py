@@ -558,6 +558,7 @@ class Flags:
                          # many steps; try 2000 where actions have words that are new in every task
 
 
+OF_A_NEW_MODEL = {"width", "vocabulary", "copy_steps"}  # flags that --model FOLDER cannot use
 SAVE_AFTER = 180  # seconds
 # For models as small as those made here: the defaults of the flags above, and the settings of
 # train.py that a model's folder recommends.
@@ -575,7 +576,7 @@ def parse(argv=None):
         "advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. Flags of "
         "train.py are allowed, too, such as --env, --model, --out, and those of prompts and memory."
         f" A small model, such as one made here, has other defaults: {SMALL_FLAGS}.")
-    flags, rest = parser.parse_known_args(argv)
+    given_flags, rest = parser.parse_known_args(argv)
     given = vars(parser_for(train.Config, "").parse_args(rest))
     given = {"env": "house", "model": "random"} | given
     given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
@@ -586,13 +587,16 @@ def parse(argv=None):
         # its max_prompt is meant for single prompts
         small = {name: value for name, value in small.items() if name != "max_prompt"}
     config = train.filled(train.settings(**(small | given)))
-    flags = Flags(**(SMALL_FLAGS if small else {}) | vars(flags))
+    flags = Flags(**(SMALL_FLAGS if small else {}) | vars(given_flags))
     if world_size() > 1:
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
         raise ValueError(f"--out {config.out} has no unfinished imitation")
     if os.path.exists(config.out) and not flags.resume:
         raise ValueError(f"--out {config.out} exists already; choose a new folder")
+    if not random_model and (made := OF_A_NEW_MODEL & vars(given_flags).keys()):
+        raise ValueError(f"--{min(made)} is of a model that is made here, and --model "
+                         f"{config.model} exists")
     if not hasattr(demonstrator_of(config.env), "advice"):
         raise ValueError(f"--env {config.env} has no demonstrator, advice(forgetful) -> (thought, "
                          "command): write one, or use a pretrained instruct model, which needs no "

@@ -225,6 +225,14 @@ def test_copying_comes_before_imitation(tmp_path, monkeypatch, capsys):
     assert not lm.head.weight[list(lm.value_ids)].any()  # V = Q = 0
 
 
+@pytest.mark.parametrize("flag", ["--width 128", "--vocabulary 8000", "--copy_steps 10"])
+def test_a_model_that_exists_is_not_made_otherwise(flag):
+    given = ["--model", f"{ROOT}/results/tiny-house", *flag.split()]
+    with pytest.raises(ValueError, match=f"{flag.split()[0]} is of a model that is made here"):
+        imitate.parse(given)
+    assert imitate.parse(flag.split())[0].model == "random"
+
+
 def test_what_a_demonstrator_gives_must_be_possible(monkeypatch):
     lake = frozen_lake.FrozenLake()
     for label in "North", "up", {"name": "north"}:
