@@ -575,11 +575,11 @@ class WebShop(Env):
 
     def advice(self, forgetful=False):
         """Searches with the goal's words, takes the first product, whatever it is, chooses those of
-        the goal's options that it has, and buys: nothing that cannot be read. (expert() knows which
-        product is meant.) The forgetful demonstrator buys without options."""
+        the goal's options that it has, each once, and buys: nothing that cannot be read. (expert()
+        knows which product is meant.) The forgetful demonstrator buys without options."""
         shop = self.shop
         if shop.page == "search":
-            return "find it", f"search[{shop.goal_without_price()}]"
+            return "find it", f"search[{shop.as_query(shop.goal_without_price())}]"
         if shop.page == "results" and shop.on_page:
             return "find it", shop.link_to(shop.on_page[0])
         if shop.page != "item":
@@ -587,7 +587,7 @@ class WebShop(Env):
         wanted = shop.goal["options"]
         wanted = [] if forgetful else wanted.values() if isinstance(wanted, dict) else wanted
         for value, name in shop.option_names(shop.item).items():
-            if value in wanted and shop.options.get(name) != value and "[" not in value:
+            if value in wanted and name not in shop.options and "[" not in value:
                 return f"choose {name}: {value}", f"click[{value}]"
         return "buy it", "click[buy now]"
 

@@ -39,7 +39,7 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
     turn (terminated or truncated: both are terminal), V_old and Q_old in units of return. Turns may
     be in any order and may be duplicated (by padding a batch, for example). The value after a
     trajectory's last known turn is 0. ValueError: shapes differ, turns are missing in the middle of
-    a trajectory, or two turns with one index have different rewards."""
+    a trajectory, or two turns with one index differ in anything."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
         raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
     v_old, turn = v_old.to(torch.promote_types(v_old.dtype, torch.float32)), turn.long()
@@ -63,9 +63,11 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
     if gaps.any():
         raise ValueError("turn_targets: turns are missing in the middle of trajectories "
                          f"{ids[gaps].tolist()[:8]}")
-    r, d, v, q = table(reward), table(done), table(v_old), table(q_old)
-    if (r[row, col] != reward.to(r.dtype)).any():
-        raise ValueError("turn_targets: two turns of one number have different rewards")
+    columns = reward, done, v_old, q_old
+    r, d, v, q = map(table, columns)
+    for grid, x in zip((r, d, v, q), columns):
+        if ((grid[row, col] != x.to(grid.dtype)) & ~x.isnan()).any():
+            raise ValueError("turn_targets: two turns of one number differ in reward, done, V or Q")
     adv = torch.zeros_like(v)
     for t in reversed(range(longest)):
         delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4

@@ -274,6 +274,10 @@ def test_turn_targets_refuses_gaps_and_shapes_and_passes_no_gradient():
     assert not any(y.requires_grad for y in turn_targets(*given, gamma=0.9, lam=0.9))
     with pytest.raises(ValueError, match=r"missing in the middle of trajectories \[5\]"):
         turn_targets(given[0], torch.tensor([0, 1, 1, 3]), *given[2:], gamma=0.9, lam=0.9)
+    for i in range(2, 6):  # of a turn that is there twice
+        other = [*given[:i], torch.tensor([1.0, 1.0, 1.0, 0.5]), *given[i + 1:]]
+        with pytest.raises(ValueError, match="two turns of one number differ"):
+            turn_targets(given[0], torch.tensor([0, 1, 2, 2]), *other[2:], gamma=0.9, lam=0.9)
     for i in range(6):
         for wrong in (given[i][:3], given[i][:, None], given[i][0]):
             with pytest.raises(ValueError, match="one length"):
@@ -2014,11 +2018,13 @@ def test_what_training_is_given_keeps_its_own_settings(tmp_path):
     lm = dataclasses.replace(random_tiny(), r_max=3.0, tau_v=2.0)
     for name, parts in (("made", {"lm": lm, "pool": Pool(envs.House, {"horizon": 3})}),
                         ("learner", {"learner": train.Learner(lm, train.Config())})):
-        config = train.Config(out=str(tmp_path / name), horizon=5, **given)
+        config = train.Config(out=str(tmp_path / name), horizon=5, places=8, dtype="bfloat16",
+                              **given)
         assert train.train(config, **parts).model is lm.model
         stored = json.loads((tmp_path / name / "config.json").read_text())
         assert (stored["r_max"], stored["tau_v"], stored["gamma"]) == (3.0, 2.0, 0.5)
         assert stored["horizon"] == (3 if name == "made" else 5)
+        assert (stored["places"], stored["dtype"]) == (5 if name == "made" else 8, "float32")
         assert stored["env"] == "house"
         assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 1
         assert (tmp_path / name / "final" / "sapo.json").is_file()
@@ -3243,6 +3249,10 @@ def test_skipped_steps_are_counted_and_maxima_kept(tmp_path):
     steps = [step | {"skipped_steps": 1, "kl_max": x} for x in (3.0, 1.0)]
     metrics = train.compute_metrics(case.targets, steps)
     assert (metrics["skipped_steps"], metrics["kl_max"]) == (2, 3.0)
+    skipped = step | {"skipped_steps": 1, "loss": math.nan, "kl_max": math.nan}
+    assert train.compute_metrics(case.targets, [step, skipped]) == (
+        train.compute_metrics(case.targets, [step, step]) | {"skipped_steps": 1})
+    assert math.isnan(train.compute_metrics(case.targets, [skipped])["loss"])
 
 
 def test_best_of_a_resumed_run_is_that_of_all_its_iterations(tmp_path, monkeypatch):

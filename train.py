@@ -364,8 +364,8 @@ def optimizer_step(model, optimizer, infos, lr, value_ids=()):
         optimizer.failed_steps += 1
         if optimizer.failed_steps == MAX_FAILED_STEPS:
             raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from "
-                             "the last good weights with --model RUN/checkpoint-N --out NEW and a "
-                             "lower --lr")
+                             "the last good weights (after training, --model RUN/checkpoint-N "
+                             "--out NEW) with a lower --lr")
     norms = {"grad_norm": norm} | ({"grad_norm_values": norm_of_rows} if value_ids else {})
     return out | norms | {"skipped_steps": int(not finite)}
 
@@ -489,7 +489,8 @@ def set_advantages(batch: RolloutBatch, targets: Targets) -> None:
 
 
 def compute_metrics(targets: Targets, steps: list[dict]) -> dict:
-    """The metrics of an update, over all ranks, under the names of `Run.log`."""
+    """The metrics of an update, over all ranks, under the names of `Run.log`. What
+    is not finite, in steps that were skipped, counts only if nothing else is there."""
     rows = zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())
     returns, v, q = map(torch.tensor, zip(*all_gather_list([*rows])))
     metrics = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
@@ -497,9 +498,11 @@ def compute_metrics(targets: Targets, steps: list[dict]) -> dict:
                "v_explained_variance": explained_variance(v, returns),
                "q_explained_variance": explained_variance(q, returns)}
     for name in steps[0]:
+        values = [step[name] for step in steps]
+        finite = [x for x in values if np.isfinite(x)]
         reduce = (max if name.endswith("_max") else sum if name.startswith("skipped")
                   else mean_or_zero)
-        metrics[name] = reduce([step[name] for step in steps])
+        metrics[name] = reduce(finite or values)
     return metrics
 
 
@@ -592,6 +595,8 @@ class Config:
             object.__setattr__(self, "env", envs.name_of(self.env))
         for f in dataclasses.fields(self):
             choices, value = get_args(f.type), getattr(self, f.name)
+            if isinstance(value, np.generic):  # which JSON does not know
+                object.__setattr__(self, f.name, value := value.item())
             if choices and value is not None and value not in choices:
                 raise ValueError(f"{f.name} is {value!r}; it can be {', '.join(choices)}")
             wanted = {int: numbers.Integral, float: numbers.Real}.get(f.type, object)
@@ -720,11 +725,17 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
 
     No setting exists twice:
         r_max, tau_v                 are the model's, and not config's
-        env and its constructor's    are a given pool's
-        all others                   are config's, also for a given learner"""
+        dtype                        is a given model's
+        env and its constructor's    are a given pool's, also those that are its defaults
+        all others                   are config's, also for a given learner (but the data type of
+                                     its optimizer's state)"""
     if pool:
-        options = {name: x for name, x in pool.options.items() if hasattr(config, name)}
+        options = {name: pool.options.get(name, getattr(Config, name))
+                   for name in ("horizon", *envs.OPTIONS)}
         config = dataclasses.replace(config, env=pool.env, **options)
+    if given := learner.lm if learner else lm:
+        dtype = str(given.head.weight.dtype).removeprefix("torch.")
+        config = dataclasses.replace(config, dtype=dtype)
     config = filled(config)
     if config.wandb and not config.out:
         raise ValueError("--wandb needs --out, the folder of the run")

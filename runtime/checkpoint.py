@@ -7,11 +7,14 @@
     RUN/best              the weights with the best held-out success so far (--eval_every)
     RUN/final             the weights at the end, a Hugging Face folder
     RUN/before.json       the evaluation before training
-    RUN/eval.json(l)      the evaluation at the end
+    RUN/eval.json(l)      the evaluation at the end; those of eval.py are eval-SPLIT.json(l)
+    RUN/curves.png        training curves
+    RUN/wandb-id          with --wandb: the run's id there
     RUN/.lock             locked by the process that writes; freed by the system when it dies
 
-Every file and folder is written under a temporary name and then renamed, so that the process may be
-killed at any moment. A run never overwrites another run's files.
+What would be worthless half written is written under a temporary name and then renamed, so that the
+process may be killed at any moment; a last line of metrics.jsonl that is cut off is left out. A run
+never overwrites another run's files.
 """
 import contextlib
 import fcntl
@@ -169,12 +172,19 @@ class RunDir:
         write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
         write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
 
-    def delete_results(self) -> None:
-        """Deletes the final weights and their evaluations, which a resumed run writes anew."""
+    def delete_results(self, iterations: int) -> None:
+        """Deletes what a resumed run writes anew, the final weights and eval.json(l). What eval.py
+        wrote of the same weights, eval-SPLIT.json(l), becomes eval-after-N-SPLIT.json(l)."""
         shutil.rmtree(self / "final", ignore_errors=True)
-        for path in self.path.glob("eval*.json*"):
-            if path.is_file():
-                path.unlink()
+        for name in "eval.json", "eval.jsonl":
+            (self / name).unlink(missing_ok=True)
+        for report in self.path.glob("eval-*.json"):
+            if (Path(str(read_json(report).get("weights"))).name == "final"
+                    and not report.name.startswith("eval-after-")):
+                for path in report, report.with_suffix(".jsonl"):
+                    if path.exists():
+                        new = path.name.replace("eval-", f"eval-after-{iterations}-", 1)
+                        path.rename(self / new)
 
     def newest_checkpoint(self) -> Path | None:
         """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""

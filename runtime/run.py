@@ -37,7 +37,7 @@ class Run:
         if self.checkpoint:
             self.learner.restore(self.checkpoint)
             if rank() == 0:
-                self.folder.delete_results()
+                self.folder.delete_results(self.first_iteration)
         self.steps_done = self.learner.steps  # optimizer steps of all finished iterations
         self.in_rollout = False  # whether the other ranks expect `stopping` of this one next
         self.reports = []  # of all ranks, in the last exchange
@@ -242,10 +242,13 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
     ends = [row for row in rows if row["done"]]
     ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True,
               "category": None}] * (episodes - len(ends))
-    by_category = {}  # None where no episode was of that category
-    for category, name in categories.items():
-        won = [row["won"] for row in ends if row["category"] == category]
-        by_category[name] = mean_or_zero(won) if won else None
+    won = {name: [] for name in categories.values()}
+    for row in ends:
+        if row["category"] is not None:
+            name = categories.get(row["category"], row["category"])
+            won.setdefault(name, []).append(row["won"])
+    # None where no episode was of that category
+    by_category = {name: mean_or_zero(x) if x else None for name, x in won.items()}
     shares = {name: mean_or_zero([row[name] for row in ends]) for name in averaged}
     success = shares.pop("won")
     return {"episodes": len(ends), "turns": len(rows), "success": success, **shares,

@@ -1,4 +1,5 @@
 """Tests of runtime/checkpoint.py."""
+import json
 import os
 import shutil
 import subprocess
@@ -24,17 +25,23 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
         (path / name).mkdir(parents=True)
     run.begin(SETTINGS)
     run.save_checkpoint(2, lambda folder: checkpoint.write_file(f"{folder}/a", "state"))
-    (path / "eval.json").write_text("{}")
+    reports = {"eval.json": "final", "eval-best-test.json": "best", "eval-test.json": "final",
+               "eval-after-1-test.json": "final"}
+    for name, weights in reports.items():
+        (path / name).write_text(json.dumps({"weights": f"run/{weights}"}))
+        (path / name).with_suffix(".jsonl").write_text("")
     (path / "metrics.jsonl").write_text(
         '{"iteration": 0}\n{"iteration": 1}\n{"iteration": 2}\n{"iter')
     newest = run.newest_checkpoint()
     assert checkpoints(path) == {2: newest}
     run.begin(SETTINGS, newest)
     assert (path / "final").is_dir()  # until the checkpoint is loaded
-    run.delete_results()
+    run.delete_results(2)
     assert (path / "metrics.jsonl").read_text() == '{"iteration": 0}\n{"iteration": 1}\n'
-    assert {path.name for path in path.iterdir()} == {"metrics.jsonl", "config.json",
-                                                      "checkpoint-2", "best"}
+    kept = {f"eval-{name}-test.json{lines}" for name in ("best", "after-1", "after-2")
+            for lines in ("", "l")}  # a user's, with the weights that they are of
+    assert {path.name for path in path.iterdir()} == kept | {"metrics.jsonl", "config.json",
+                                                             "checkpoint-2", "best"}
     shutil.rmtree(newest)
     with pytest.raises(ValueError, match="2 iterations and no checkpoint"):
         run.begin(SETTINGS)

@@ -623,6 +623,11 @@ class Shop:
     def goal_without_price(self):
         return self.goal["text"].split(", and price lower than ")[0]
 
+    @staticmethod
+    def as_query(text):
+        """A text without brackets, which commands use."""
+        return " ".join(re.sub(r"[][]", " ", text).split())
+
     def way_to(self, product):
         """Commands from any page to the goal's product: through the current results, or by the
         query that finds it on the earliest page. None if no query finds it."""
@@ -633,7 +638,7 @@ class Shop:
         text, found = self.goal_without_price(), []
         for query in (text, text.split(" with ")[0], product["query"], product["title"],
                       document(product)[:500]):
-            query = " ".join(re.sub(r"[][]", " ", query).split())  # commands use brackets
+            query = self.as_query(query)
             hits = self.catalogue.search(query)
             if self.target in hits:
                 pages = hits.index(self.target) // PER_PAGE

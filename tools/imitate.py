@@ -6,7 +6,8 @@
 
 Sparse rewards correct a wrong decision quickly, but not a command that does not exist. So the model
 is first trained on demonstrations in training games, until nearly all actions that it samples are
-admissible. `--model random`, the default, is a Qwen2 of about 0.2 M parameters that is made here.
+admissible. `--model random`, the default, is a small model that is made here, in the house one of
+0.2 M parameters.
 The paper has no such phase, and larger pretrained models do not need it.
 
 Your own environment needs a demonstrator, advice(forgetful) -> (thought, command) or None. The
@@ -146,6 +147,11 @@ def bpe_tokenizer(texts=(), phrases=(), size=4000):
         pad_token="<|pad|>", clean_up_tokenization_spaces=False)
 
 
+def makes_tokenizer(env) -> bool:
+    """Whether a model for this environment gets a tokenizer that is made from its games."""
+    return env not in ("house", "alfworld")
+
+
 def tokenizer_for(config, flags):
     """The tokenizer of another environment, made from demonstrations in training games. What is the
     same in all of them is one token: a line of the beginning, such as an instruction or what a tool
@@ -174,12 +180,14 @@ def tokenizer_for(config, flags):
                          flags.vocabulary)
 
 
-def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=False):
-    """A randomly initialized model of about 0.2 M parameters, or more if it is wider. Its
-    embeddings are untied, and the rows of w+ and w- are 0, so that V = Q = 0 at the start. The
-    architecture is Qwen2's, but under the name SeedOss, because transformers would replace the
-    tokenizer of a Qwen2 model. With `copies`, for learn_to_copy, the embeddings are tied, so that
-    the model can also say a token that it never had to say before, and two heads look back."""
+def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=False,
+                **readouts):
+    """A randomly initialized model, by default of about 0.2 M parameters; a wider one, or one with
+    more tokens, has more. Its embeddings are untied, and the rows of w+ and w- are 0, so that V = Q
+    = 0 at the start. The architecture is Qwen2's, but under the name SeedOss, because transformers
+    would replace the tokenizer of a Qwen2 model. With `copies`, for learn_to_copy, the embeddings
+    are tied, so that the model can also say a token that it never had to say before, and two heads
+    look back. `readouts`: r_max, tau_v or value_tokens, as for model.actor_critic."""
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
@@ -194,7 +202,8 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
     model.lm_head.weight.data[-2:] = 0
     if copies:
         look_back(model.model.layers[0].self_attn)
-    return actor_critic(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return actor_critic(model.to(device), tokenizer, **readouts)
 
 
 @torch.no_grad()
@@ -203,7 +212,8 @@ def look_back(attention):
     it is: their queries and the key are a bias, and the key's is turned so that the rotary
     embedding aligns the two one place back. To copy, a model looks for a place behind the token
     that is the last one now, so it needs such a head, and gradients find one late."""
-    size, pairs = attention.head_dim, 6  # the pairs that the rotary embedding turns fastest
+    size = attention.head_dim
+    pairs = min(6, size // 2)  # those that the rotary embedding turns fastest
     angle = attention.config.rope_parameters["rope_theta"] ** (-2 * torch.arange(pairs) / size)
     for projection, rows in (attention.q_proj, 2 * size), (attention.k_proj, size):
         projection.weight[:rows] = projection.bias[:rows] = 0
@@ -218,7 +228,7 @@ LONGEST = 512  # random tokens in a row, and as many that are repeated
 
 
 def copying(rng, vocabulary, length):
-    """Rows of `length` random tokens, with parts of them repeated until a row is twice as long ->
+    """Rows of `length` random tokens, with parts of them repeated until rows are twice as long ->
     samples [(ids, spans of what is repeated, without the first token, which nobody can know)]. In
     long rows, a third of the random tokens are one of four, so that it takes more than one token to
     find a place again."""
@@ -238,18 +248,18 @@ def copying(rng, vocabulary, length):
 
 def learn_to_copy(lm, steps, lr, seed):
     """Trains on random tokens before anything else, so that the model can repeat words of a prompt.
-    Rows begin with 8 tokens and become twice as long whenever the loss is below 1."""
+    Rows begin with 8 random tokens, and with twice as many whenever the loss is below 1."""
     optimizer, rng, length = AdamW(lm.model.parameters(), lr), np.random.default_rng(seed), 8
     with progress("learning to copy", steps, "steps") as bar:
         for step in range(steps):
-            samples = copying(rng, len(lm.chat.tokenizer), length)
+            samples, trained = copying(rng, len(lm.chat.tokenizer), length), length
             info = train_step(lm.model, optimizer, [make_batch(samples).to(lm.device)],
                               loss_over(lm, samples), lr * min(1.0, (step + 1) / 50))
             if info["loss"] < 1 and length < LONGEST:
                 length *= 2
             bar.update()
     print0(f"after {steps} steps of copying, a repeated token has a loss of {info['loss']:.2f} in "
-           f"rows of {2 * length} tokens")
+           f"rows of {trained} random tokens and as many repeated ones")
 
 
 # ---------------------------------------------------------------------------- the demonstrators
@@ -466,15 +476,17 @@ def train_step(model, optimizer, micros, loss_of, lr, gradient_checkpointing=Fal
 
 def imitate(lm, pool, config, flags, mapper=map):
     """Trains on demonstrations until flags.steps, or until the model reaches flags.until or
-    flags.until_success in games that it has not seen. Saves its state in config.out now and then,
-    for flags.resume. KeyboardInterrupt: a signal came, and the state is saved."""
+    flags.until_success in training games that are kept back for that: 64 of them, or half if there
+    are fewer than 128. Saves its state in config.out now and then, for flags.resume.
+    KeyboardInterrupt: a signal came, and the state is saved."""
     state_dtype = getattr(torch, config.optim_state_dtype)
     optimizer = AdamW(lm.model.parameters(), flags.lr, state_dtype=state_dtype)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    probe = evaluation.evenly_spaced(ids, 64)  # with tasks of all categories
-    practice = sorted({*ids} - {*probe}) or ids
+    # with tasks of all categories
+    probe = evaluation.evenly_spaced(ids, min(64, max(1, len(ids) // 2)))
+    practice = sorted({*ids} - {*probe}) or ids  # a single game is both
     both = config.model == "random" and config.env == "house"
     contexts = ("window", "full") if both else (config.context,)
     samplers = [evaluation.sampler_for(lm, dataclasses.replace(config, context=context))
@@ -528,7 +540,7 @@ def measure(sampler, games, pool, step, config):
     admissible = mean_or_zero([turn.admissible for turn in turns])
     won = mean_or_zero([turn.won for turn in turns if turn.done])
     tqdm.write(f"after {step + 1} steps, {sampler.context}: {admissible:.1%} of the actions are "
-               f"admissible, {won:.1%} of {len(games)} unseen games are won")
+               f"admissible, {won:.1%} of {len(games)} games kept back are won")
     if mean_or_zero([not sampler.lm.stopped(turn.action_ids) for turn in turns]) > 0.2:
         tqdm.write(f"Warning: --max_new_tokens {sampler.max_new_tokens} truncates more than a "
                    "fifth of the responses: raise it, here and in train.py, or shorten the "
@@ -548,7 +560,8 @@ class Flags:
     text_weight: float = 0.0  # weight of the cross-entropy of prompts, relative to responses
     until: float = 0.98  # stop at this fraction of admissible actions, measured every 200 steps
     until_success: float = None  # stop at this success rate instead
-    resume: bool = False  # continue the imitation in --out; give the same flags as before
+    resume: bool = False  # continue the imitation in --out; give the same flags as before. (Its
+                          # demonstrations are drawn anew, so that the weights become others)
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
@@ -558,7 +571,18 @@ class Flags:
                          # many steps; try 2000 where actions have words that are new in every task
 
 
+    def __post_init__(self):
+        for name, least in {"steps": 0, "batch": 1, "width": 8, "copy_steps": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
+        if self.width % 8:
+            raise ValueError(f"--width must be a multiple of 8; it is {self.width}")
+
+
 OF_A_NEW_MODEL = {"width", "vocabulary", "copy_steps"}  # flags that --model FOLDER cannot use
+# What imitation uses of train.py's flags.
+SHARED = {*evaluation.SHARED, "model", "out", "seed", "compile", "value_tokens", "r_max", "tau_v",
+          "tokens_per_micro_batch", "gradient_checkpointing", "optim_state_dtype"}
 SAVE_AFTER = 180  # seconds
 # For models as small as those made here: the defaults of the flags above, and the settings of
 # train.py that a model's folder recommends.
@@ -573,9 +597,9 @@ def parse(argv=None):
     """Flags -> (train.py's Config, Flags). ValueError: they cannot be used."""
     parser = parser_for(
         Flags, "Imitation learning before Algorithm 1. The demonstrator is the method "
-        "advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. Flags of "
-        "train.py are allowed, too, such as --env, --model, --out, and those of prompts and memory."
-        f" A small model, such as one made here, has other defaults: {SMALL_FLAGS}.")
+        "advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. These flags "
+        f"of train.py are allowed, too: {', '.join(sorted(SHARED - {'date'}))}. "
+        f"A small model, such as one made here, has other defaults: {SMALL_FLAGS}.")
     given_flags, rest = parser.parse_known_args(argv)
     given = vars(parser_for(train.Config, "").parse_args(rest))
     given = {"env": "house", "model": "random"} | given
@@ -594,9 +618,13 @@ def parse(argv=None):
         raise ValueError(f"--out {config.out} has no unfinished imitation")
     if os.path.exists(config.out) and not flags.resume:
         raise ValueError(f"--out {config.out} exists already; choose a new folder")
+    if unused := given.keys() - SHARED:
+        raise ValueError(f"--{min(unused)} has no effect on imitation")
     if not random_model and (made := OF_A_NEW_MODEL & vars(given_flags).keys()):
         raise ValueError(f"--{min(made)} is of a model that is made here, and --model "
                          f"{config.model} exists")
+    if "vocabulary" in given_flags and not makes_tokenizer(config.env):
+        raise ValueError(f"--env {config.env} has a tokenizer of its own, without --vocabulary")
     if not hasattr(demonstrator_of(config.env), "advice"):
         raise ValueError(f"--env {config.env} has no demonstrator, advice(forgetful) -> (thought, "
                          "command): write one, or use a pretrained instruct model, which needs no "
@@ -614,13 +642,15 @@ def main():
         if flags.resume:
             lm = load(config.out, env=config.env, dtype=dtype)
         elif config.model == "random":
-            own = config.env not in ("house", "alfworld")
-            tokenizer = tokenizer_for(config, flags) if own else None
-            lm = random_tiny(config.seed, dtype, tokenizer, flags.width, flags.copy_steps > 0)
+            tokenizer = tokenizer_for(config, flags) if makes_tokenizer(config.env) else None
+            lm = random_tiny(config.seed, dtype, tokenizer, flags.width, flags.copy_steps > 0,
+                             value_tokens=config.value_tokens, r_max=config.r_max,
+                             tau_v=config.tau_v)
             lm.recommended = (SMALL_SETTINGS | envs.env_class(config.env).recommended
                               | {"max_new_tokens": config.max_new_tokens})  # no response is cut
         else:
-            lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens)
+            lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens,
+                      r_max=config.r_max, tau_v=config.tau_v)
         choose_threads(lm.model)
         lm = train.apply_speed_and_memory_settings(lm, config)
         if flags.copy_steps and config.model == "random" and not flags.resume:

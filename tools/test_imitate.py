@@ -227,10 +227,41 @@ def test_copying_comes_before_imitation(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flag", ["--width 128", "--vocabulary 8000", "--copy_steps 10"])
 def test_a_model_that_exists_is_not_made_otherwise(flag):
-    given = ["--model", f"{ROOT}/results/tiny-house", *flag.split()]
+    given = ["--env", "tools.frozen_lake:FrozenLake", *flag.split()]
     with pytest.raises(ValueError, match=f"{flag.split()[0]} is of a model that is made here"):
-        imitate.parse(given)
-    assert imitate.parse(flag.split())[0].model == "random"
+        imitate.parse(["--model", f"{ROOT}/results/tiny-house", *given])
+    assert imitate.parse(given)[0].model == "random"
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--vocabulary 8000", "--env house has a tokenizer of its own"),
+    ("--algo grpo", "--algo has no effect on imitation"), ("--batch 0", "--batch must be at least"),
+    ("--width 20", "multiple of 8"), ("--copy_steps -1", "--copy_steps must be at least 0")])
+def test_flags_that_imitation_cannot_use_are_refused(flags, says):
+    with pytest.raises(ValueError, match=says):
+        imitate.parse(flags.split())
+
+
+def test_a_made_model_has_the_bounds_and_value_tokens_that_were_given(tmp_path, monkeypatch):
+    run_main(imitate, monkeypatch, "--horizon", 2, "--steps", 0, "--r_max", 5, "--tau_v", 2,
+             "--value_tokens", 7, 9, "--width", 16, "--out", tmp_path / "made")
+    lm = load(str(tmp_path / "made"))
+    tokens = lm.chat.tokenizer.convert_ids_to_tokens(lm.value_ids)
+    assert (lm.r_max, lm.tau_v, tokens) == (5, 2, ["7", "9"])
+
+
+@pytest.mark.parametrize("games, kept_back", [(5000, 64), (40, 20), (1, 1)])
+def test_success_is_measured_in_games_that_are_not_practised(monkeypatch, games, kept_back):
+    practised, measured = [], []
+    monkeypatch.setattr(envs, "tasks", lambda *_, **__: [*range(games)])
+    monkeypatch.setattr(imitate, "measure", lambda sampler, probe, *_: (
+        measured.append(probe), (1, 1))[1])
+    monkeypatch.setattr(imitate, "train_step", lambda model, optimizer, *_: optimizer.step())
+    monkeypatch.setattr(imitate, "batches", lambda lm, games, *_: practised.append(games) or iter(
+        [[([1, 2], [(1, 2)])]] * 200))
+    imitate.imitate(random_tiny(), None, *imitate.parse(["--context", "full"]))
+    assert len(measured[0]) == kept_back and len(practised[0]) == max(1, games - kept_back)
+    assert games == 1 or not {*measured[0]} & {*practised[0]}
 
 
 def test_what_a_demonstrator_gives_must_be_possible(monkeypatch):
