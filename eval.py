@@ -560,11 +560,16 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
     ids = evenly_spaced(envs.tasks(args.env, args.split, **options), args.limit)
     model = Path(args.model).resolve()
     own = "" if run == model else model.name  # RUN/best has its own files
+    # another temperature or seed too
+    other = [f"{name}={getattr(args, name):g}" for name, usual in
+             (("temperature", TEMPERATURES[""]), ("seed", 0)) if getattr(args, name) != usual]
     out = Path(args.out or run or "runs")
     if out.suffix != ".json":
-        out /= "-".join(filter(None, ["eval", own, args.split, kind])) + ".json"
+        out /= "-".join(filter(None, ["eval", own, args.split, kind, *other])) + ".json"
     out.parent.mkdir(parents=True, exist_ok=True)
     answers = out.with_suffix(".jsonl")
+    if out.exists():
+        print0(f"{out} will be replaced")
     print0(f"playing {len(ids)} games of {args.env}, context {args.context}"
            f"{'' if run else ', by default settings and flags'}; finished ones are written to "
            f"{answers}.new")

@@ -3305,15 +3305,18 @@ def test_settings_of_a_run_hold_only_in_its_own_environment(tmp_path):
     assert (args.horizon, args.data, args.max_prompt) == (None, None, 2048)
 
 
-def test_evaluation_of_the_best_model_has_its_own_files(tmp_path):
+def test_evaluations_that_differ_have_their_own_files(tmp_path, capsys):
     run = a_run(tmp_path / "run", 0.5, 1)
     os.makedirs(f"{run}/best")
     record = {"task": 0, "category": "Pick", "won": True, "score": 1.0, "context_overflow": False}
-    for model in (run, f"{run}/best"):
-        args = evaluation.make_parser("").parse_args(["--model", model, "--limit", "1"])
+    for model, *flags in ((run,), (f"{run}/best",), (run, "--temperature", "1", "--seed", "3")):
+        args = evaluation.make_parser("").parse_args(["--model", model, "--limit", "1", *flags])
         evaluation.evaluate(args, lambda args: None, lambda *_, **__: [(0, record)])
     assert {path.name for path in pathlib.Path(run).glob("eval-*.json")} == {
-        "eval-test.json", "eval-best-test.json"}
+        "eval-test.json", "eval-best-test.json", "eval-test-temperature=1-seed=3.json"}
+    assert "will be replaced" not in capsys.readouterr().out
+    evaluation.evaluate(args, lambda args: None, lambda *_, **__: [(0, record)])
+    assert "eval-test-temperature=1-seed=3.json will be replaced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -320,9 +320,10 @@ def clip_gradients(model, value_ids=()) -> tuple[float, float]:
     the head, and that of all other parameters. Returns both norms before that, the others' first.
     `value_ids`: the tokens w+ and w-, if the model has such rows.
 
-    A row's gradient is V's or Q's error times hidden states. Where these are large, as in SmolLM2,
-    it is larger than all others together; with one norm over both, the policy's step would be the
-    smaller, the larger V's error is: see results/NOTES.md. The paper says nothing of it."""
+    The gradient of these rows is V's or Q's error times hidden states. In models with large hidden
+    states, such as SmolLM2, it is larger than all others together. With one norm over everything,
+    a large error of V would therefore make the policy's step small. The paper says nothing about
+    clipping. results/NOTES.md has the measurements."""
     ids, head = [*value_ids], []
     if ids:  # the weight and, where there is one, the bias
         head = [p for p in model.get_output_embeddings().parameters() if p.requires_grad]
@@ -621,7 +622,8 @@ RANGES = (  # (smallest, largest, settings)
     (0, FINITE, "seed history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta "
                 "c_v c_q c_h c_inv clip"),
     (0, 1, "gamma gae_lambda"), (1e-6, FINITE, "r_max tau_v"))
-# What may change when a run is resumed: its length and surroundings, and what saves memory.
+# What may change when a run is resumed: its length (by which the learning rate decays, so that it
+# jumps where --lr_final_fraction is not 1), its surroundings, and what saves memory.
 RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
                   "max_prompt", "tokens_per_micro_batch", "gradient_checkpointing", "compile",
                   "optim_state_dtype"}
@@ -819,7 +821,7 @@ def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
 def load_initial_model(config, pool, task) -> ActorCritic:
     """Loads the model that training starts from. The first prompt of `task` must fit into it, with
     a response. ValueError: it does not, or the value readouts of that prompt are saturated."""
-    print0(f"loading {config.model}; writing to {config.out}")
+    print0(f"loading {config.model}" + (f"; writing to {config.out}" if config.out else ""))
     pool.start(0, task)
     first_answer, = pool.gather([0])
     pool.drop(0)
