@@ -63,11 +63,11 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
     if gaps.any():
         raise ValueError("turn_targets: turns are missing in the middle of trajectories "
                          f"{ids[gaps].tolist()[:8]}")
-    columns = reward, done, v_old, q_old
-    r, d, v, q = map(table, columns)
-    for grid, x in zip((r, d, v, q), columns):
+    columns = {"rewards": reward, "ends": done, "V": v_old, "Q": q_old}
+    r, d, v, q = map(table, columns.values())
+    for grid, (name, x) in zip((r, d, v, q), columns.items()):
         if ((grid[row, col] != x.to(grid.dtype)) & ~x.isnan()).any():
-            raise ValueError("turn_targets: two turns of one number differ in reward, done, V or Q")
+            raise ValueError(f"turn_targets: two turns of one number have different {name}")
     adv = torch.zeros_like(v)
     for t in reversed(range(longest)):
         delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4

@@ -276,7 +276,7 @@ def test_turn_targets_refuses_gaps_and_shapes_and_passes_no_gradient():
         turn_targets(given[0], torch.tensor([0, 1, 1, 3]), *given[2:], gamma=0.9, lam=0.9)
     for i in range(2, 6):  # of a turn that is there twice
         other = [*given[:i], torch.tensor([1.0, 1.0, 1.0, 0.5]), *given[i + 1:]]
-        with pytest.raises(ValueError, match="two turns of one number differ"):
+        with pytest.raises(ValueError, match="two turns of one number have different"):
             turn_targets(given[0], torch.tensor([0, 1, 2, 2]), *other[2:], gamma=0.9, lam=0.9)
     for i in range(6):
         for wrong in (given[i][:3], given[i][:, None], given[i][0]):
