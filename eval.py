@@ -559,8 +559,8 @@ def evaluate(args, make_sampler, run_episodes=run_episodes, kind=""):
     options = envs.options_for(vars(args))
     ids = evenly_spaced(envs.tasks(args.env, args.split, **options), args.limit)
     model = Path(args.model).resolve()
-    own = "" if run == model else model.name  # RUN/best has its own files
-    # another temperature or seed too
+    # RUN/best has its own files, and so has another temperature or seed
+    own = "" if run == model else model.name
     other = [f"{name}={getattr(args, name):g}" for name, usual in
              (("temperature", TEMPERATURES[""]), ("seed", 0)) if getattr(args, name) != usual]
     out = Path(args.out or run or "runs")

@@ -365,8 +365,8 @@ def optimizer_step(model, optimizer, infos, lr, value_ids=()):
         optimizer.failed_steps += 1
         if optimizer.failed_steps == MAX_FAILED_STEPS:
             raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from "
-                             "the last good weights (after training, --model RUN/checkpoint-N "
-                             "--out NEW) with a lower --lr")
+                             "the last good weights (those of a run: --model "
+                             "RUN/checkpoint-N --out NEW) with a lower --lr")
     norms = {"grad_norm": norm} | ({"grad_norm_values": norm_of_rows} if value_ids else {})
     return out | norms | {"skipped_steps": int(not finite)}
 
@@ -490,8 +490,8 @@ def set_advantages(batch: RolloutBatch, targets: Targets) -> None:
 
 
 def compute_metrics(targets: Targets, steps: list[dict]) -> dict:
-    """The metrics of an update, over all ranks, under the names of `Run.log`. What
-    is not finite, in steps that were skipped, counts only if nothing else is there."""
+    """The metrics of an update, over all ranks, under the names of `Run.log`.
+    Numbers that are not finite, which skipped steps have, are left out if there are others."""
     rows = zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())
     returns, v, q = map(torch.tensor, zip(*all_gather_list([*rows])))
     metrics = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
@@ -604,12 +604,7 @@ class Config:
             if value is not None and not isinstance(value, wanted):
                 whole = "whole " * (f.type is int)
                 raise ValueError(f"{f.name} is {value!r}; it must be a {whole}number")
-        for low, high, names in RANGES:
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not low <= value <= high:
-                    limit = f"at most {high}" if high < FINITE else "finite"
-                    raise ValueError(f"--{name} must be at least {low} and {limit}; it is {value}")
+        check_ranges(self, RANGES)
         if self.batch_size % self.group_size:
             raise ValueError(f"--group_size {self.group_size} does not divide --batch_size "
                              f"{self.batch_size}")
@@ -622,11 +617,21 @@ RANGES = (  # (smallest, largest, settings)
     (0, FINITE, "seed history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta "
                 "c_v c_q c_h c_inv clip"),
     (0, 1, "gamma gae_lambda"), (1e-6, FINITE, "r_max tau_v"))
-# What may change when a run is resumed: its length (by which the learning rate decays, so that it
-# jumps where --lr_final_fraction is not 1), its surroundings, and what saves memory.
+# What may change when a run is resumed: its length, its surroundings, and what saves memory. With
+# another length, a learning rate that decays (--lr_final_fraction) jumps.
 RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
                   "max_prompt", "tokens_per_micro_batch", "gradient_checkpointing", "compile",
                   "optim_state_dtype"}
+
+
+def check_ranges(settings, ranges) -> None:
+    """ValueError: a setting is not within its range, (smallest, largest, names of settings)."""
+    for low, high, names in ranges:
+        for name in names.split():
+            value = getattr(settings, name)
+            if value is not None and not low <= value <= high:
+                limit = f"at most {high}" if high < FINITE else "finite"
+                raise ValueError(f"--{name} must be at least {low} and {limit}; it is {value}")
 
 
 def settings(**given) -> Config:

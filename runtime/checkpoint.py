@@ -172,19 +172,20 @@ class RunDir:
         write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
         write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
 
-    def delete_results(self, iterations: int) -> None:
+    def delete_results(self) -> None:
         """Deletes what a resumed run writes anew, the final weights and eval.json(l). What eval.py
-        wrote of the same weights, eval-SPLIT.json(l), becomes eval-after-N-SPLIT.json(l)."""
+        wrote about these weights, eval-SPLIT.json(l), becomes eval-after-N-SPLIT.json(l), for the N
+        iterations that metrics.jsonl has."""
         shutil.rmtree(self / "final", ignore_errors=True)
         for name in "eval.json", "eval.jsonl":
             (self / name).unlink(missing_ok=True)
-        for report in self.path.glob("eval-*.json"):
-            if (Path(str(read_json(report).get("weights"))).name == "final"
-                    and not report.name.startswith("eval-after-")):
-                for path in report, report.with_suffix(".jsonl"):
-                    if path.exists():
-                        new = path.name.replace("eval-", f"eval-after-{iterations}-", 1)
-                        path.rename(self / new)
+        reports = [path for path in self.path.glob("eval-*.json")
+                   if not path.name.startswith("eval-after-")
+                   and Path(str(read_json(path).get("weights"))).name == "final"]
+        for path in reports + [path.with_suffix(".jsonl") for path in reports]:
+            if path.exists():
+                after = f"eval-after-{len(self.metrics())}-"
+                path.rename(self / path.name.replace("eval-", after, 1))
 
     def newest_checkpoint(self) -> Path | None:
         """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""

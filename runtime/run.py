@@ -37,7 +37,7 @@ class Run:
         if self.checkpoint:
             self.learner.restore(self.checkpoint)
             if rank() == 0:
-                self.folder.delete_results(self.first_iteration)
+                self.folder.delete_results()
         self.steps_done = self.learner.steps  # optimizer steps of all finished iterations
         self.in_rollout = False  # whether the other ranks expect `stopping` of this one next
         self.reports = []  # of all ranks, in the last exchange
@@ -247,7 +247,7 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
         if row["category"] is not None:
             name = categories.get(row["category"], row["category"])
             won.setdefault(name, []).append(row["won"])
-    # None where no episode was of that category
+    # a category of which there was no episode in this iteration has None
     by_category = {name: mean_or_zero(x) if x else None for name, x in won.items()}
     shares = {name: mean_or_zero([row[name] for row in ends]) for name in averaged}
     success = shares.pop("won")

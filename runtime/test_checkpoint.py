@@ -36,7 +36,7 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
     assert checkpoints(path) == {2: newest}
     run.begin(SETTINGS, newest)
     assert (path / "final").is_dir()  # until the checkpoint is loaded
-    run.delete_results(2)
+    run.delete_results()
     assert (path / "metrics.jsonl").read_text() == '{"iteration": 0}\n{"iteration": 1}\n'
     kept = {f"eval-{name}-test.json{lines}" for name in ("best", "after-1", "after-2")
             for lines in ("", "l")}  # a user's, with the weights that they are of

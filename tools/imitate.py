@@ -228,7 +228,7 @@ LONGEST = 512  # random tokens in a row, and as many that are repeated
 
 
 def copying(rng, vocabulary, length):
-    """Rows of `length` random tokens, with parts of them repeated until rows are twice as long ->
+    """Rows that begin with `length` random tokens and repeat parts of these for as long again ->
     samples [(ids, spans of what is repeated, without the first token, which nobody can know)]. In
     long rows, a third of the random tokens are one of four, so that it takes more than one token to
     find a place again."""
@@ -484,7 +484,7 @@ def imitate(lm, pool, config, flags, mapper=map):
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    # with tasks of all categories
+    # evenly spaced, so that all categories of tasks are among them
     probe = evaluation.evenly_spaced(ids, min(64, max(1, len(ids) // 2)))
     practice = sorted({*ids} - {*probe}) or ids  # a single game is both
     both = config.model == "random" and config.env == "house"
@@ -560,8 +560,8 @@ class Flags:
     text_weight: float = 0.0  # weight of the cross-entropy of prompts, relative to responses
     until: float = 0.98  # stop at this fraction of admissible actions, measured every 200 steps
     until_success: float = None  # stop at this success rate instead
-    resume: bool = False  # continue the imitation in --out; give the same flags as before. (Its
-                          # demonstrations are drawn anew, so that the weights become others)
+    resume: bool = False  # continue the imitation in --out; give the same flags as before. New
+                          # demonstrations are drawn, so an uninterrupted one has other weights
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
@@ -570,19 +570,18 @@ class Flags:
     copy_steps: int = 0  # a model that is made here first learns to repeat random tokens, in so
                          # many steps; try 2000 where actions have words that are new in every task
 
-
     def __post_init__(self):
-        for name, least in {"steps": 0, "batch": 1, "width": 8, "copy_steps": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}; it is {getattr(self, name)}")
+        train.check_ranges(self, ((0, train.FINITE, "steps copy_steps"), (1, train.FINITE, "batch"),
+                                  (8, train.FINITE, "width")))
         if self.width % 8:
             raise ValueError(f"--width must be a multiple of 8; it is {self.width}")
 
 
 OF_A_NEW_MODEL = {"width", "vocabulary", "copy_steps"}  # flags that --model FOLDER cannot use
-# What imitation uses of train.py's flags.
-SHARED = {*evaluation.SHARED, "model", "out", "seed", "compile", "value_tokens", "r_max", "tau_v",
-          "tokens_per_micro_batch", "gradient_checkpointing", "optim_state_dtype"}
+# The flags of train.py that imitation uses.
+SHARED = {*evaluation.SHARED} - {"date"} | {
+    "model", "out", "seed", "compile", "value_tokens", "r_max", "tau_v", "tokens_per_micro_batch",
+    "gradient_checkpointing", "optim_state_dtype"}
 SAVE_AFTER = 180  # seconds
 # For models as small as those made here: the defaults of the flags above, and the settings of
 # train.py that a model's folder recommends.
@@ -598,7 +597,7 @@ def parse(argv=None):
     parser = parser_for(
         Flags, "Imitation learning before Algorithm 1. The demonstrator is the method "
         "advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. These flags "
-        f"of train.py are allowed, too: {', '.join(sorted(SHARED - {'date'}))}. "
+        f"of train.py are allowed, too: {', '.join(sorted(SHARED))}. "
         f"A small model, such as one made here, has other defaults: {SMALL_FLAGS}.")
     given_flags, rest = parser.parse_known_args(argv)
     given = vars(parser_for(train.Config, "").parse_args(rest))
