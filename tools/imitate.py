@@ -24,6 +24,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -186,8 +187,9 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
     more tokens, has more. Its embeddings are untied, and the rows of w+ and w- are 0, so that V = Q
     = 0 at the start. The architecture is Qwen2's, but under the name SeedOss, because transformers
     would replace the tokenizer of a Qwen2 model. With `copies`, for learn_to_copy, the embeddings
-    are tied, so that the model can also say a token that it never had to say before, and two heads
-    look back. `readouts`: r_max, tau_v or value_tokens, as for model.actor_critic."""
+    are tied, so that the model can also say a token that it never had to say before, and the heads
+    of its first layer look back. `readouts`: r_max, tau_v or value_tokens, as for
+    model.actor_critic."""
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
@@ -209,17 +211,19 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
 @torch.no_grad()
 def look_back(attention):
     """Makes the two heads that share the first key begin by looking at the token before, whatever
-    it is: their queries and the key are a bias, and the key's is turned so that the rotary
-    embedding aligns the two one place back. To copy, a model looks for a place behind the token
-    that is the last one now, so it needs such a head, and gradients find one late."""
+    it is, and those of the second key two tokens back: their queries and keys are a bias, and the
+    key's is turned so that the rotary embedding aligns the two there. To copy, a model looks for a
+    place behind the tokens that are the last ones now, so it needs such heads, and gradients find
+    them late."""
     size = attention.head_dim
     pairs = min(6, size // 2)  # those that the rotary embedding turns fastest
     angle = attention.config.rope_parameters["rope_theta"] ** (-2 * torch.arange(pairs) / size)
-    for projection, rows in (attention.q_proj, 2 * size), (attention.k_proj, size):
-        projection.weight[:rows] = projection.bias[:rows] = 0
-    queries, key = attention.q_proj.bias[:2 * size], attention.k_proj.bias[:size]
-    queries.view(2, 2, -1)[:, 0, :pairs] = 7
-    key.view(2, -1)[:, :pairs] = 7 * torch.stack([angle.cos(), angle.sin()])
+    for projection in attention.q_proj, attention.k_proj:
+        projection.weight.zero_()
+        projection.bias.zero_()
+    attention.q_proj.bias.view(4, 2, -1)[:, 0, :pairs] = 7
+    for key, back in zip(attention.k_proj.bias.view(2, 2, -1), (1, 2)):
+        key[:, :pairs] = 7 * torch.stack([(back * angle).cos(), (back * angle).sin()])
 
 
 # -------------------------------------------------------------------------- learning to copy
@@ -417,6 +421,27 @@ def samples_of(chat, turns, context, config):
     return [(ids, spans) for ids, spans in samples if spans]
 
 
+def own_tokens(tokenizer, samples):
+    """The ids of the tokens that belong to the environment and not to one of its tasks: those of
+    fixed phrases, those that a response says without having read them ("choose"), and those that 9
+    in 10 samples have ("click", "price"). A digit is never one, because numbers are a task's."""
+    own, had = {*tokenizer.added_tokens_encoder.values()}, Counter()
+    for ids, spans in samples:
+        had.update({*ids})
+        own.update(*({*ids[start:end]} - {*ids[:start]} for start, end in spans))
+    often = [token for token, count in had.items() if count > 0.9 * len(samples)]
+    return own | {token for token in often if not tokenizer.decode([token]).strip().isdigit()}
+
+
+def rename(ids, others, rng) -> list:
+    """Replaces those ids that are among `others` by random ones of these, each by the same one
+    everywhere. What repeats a part of the prompt still does; but it is of no use to know a task's
+    words by heart, or what usually comes next."""
+    names = np.arange(max([*ids, *others]) + 1)
+    names[others] = rng.permutation(others)
+    return names[ids].tolist()
+
+
 def imitation_loss(lm, batch, text_weight):
     """The summed cross-entropy of the responses, plus text_weight times that of all other text: a
     model without language learns commands sooner if it also predicts what it reads."""
@@ -441,6 +466,16 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
     contexts in turn, from a buffer of shuffled demonstrations. `mapper` can distribute the
     demonstrations over processes."""
     buffers = {context: [] for context in contexts}
+
+    def demonstrations(some, context, seed):
+        play = functools.partial(demonstrate_here, config, flags, (config.seed, seed))
+        for turns in filter(None, mapper(play, some)):
+            yield from samples_of(lm.chat, turns, context, config)
+
+    if flags.rename:
+        some, tokenizer = evaluation.evenly_spaced(games, 256), lm.chat.tokenizer
+        own = own_tokens(tokenizer, [*demonstrations(some, contexts[0], 0)])
+        others = sorted({*range(len(tokenizer))} - own)
     for step in range(first, flags.steps):
         context = contexts[step % len(contexts)]
         buffer = buffers[context]
@@ -448,9 +483,8 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
             had = len(buffer)
             rng = np.random.default_rng([config.seed, step, had, DEMONSTRATIONS])
             some = [games[i] for i in rng.choice(len(games), 32)]
-            play = functools.partial(demonstrate_here, config, flags, (config.seed, step))
-            for turns in filter(None, mapper(play, some)):
-                buffer += samples_of(lm.chat, turns, context, config)
+            for ids, spans in demonstrations(some, context, step):
+                buffer.append((rename(ids, others, rng) if flags.rename else ids, spans))
             if len(buffer) == had:
                 raise ValueError("the demonstrator knows no way to win any of the games drawn")
             rng.shuffle(buffer)
@@ -567,6 +601,8 @@ class Flags:
     width: int = 64  # the size of the hidden states of a model that is made here
     vocabulary: int = 4000  # largest size of a tokenizer that is made here; 256 demonstrations are
                             # read for every 4000
+    rename: bool = False  # replace the words of each demonstration by random ones, the same ones
+                          # everywhere in it, so that the model must copy. --text_weight is then 0
     copy_steps: int = 0  # a model that is made here first learns to repeat random tokens, in so
                          # many steps; try 2000 where actions have words that are new in every task
 
@@ -610,7 +646,8 @@ def parse(argv=None):
         # its max_prompt is meant for single prompts
         small = {name: value for name, value in small.items() if name != "max_prompt"}
     config = train.filled(train.settings(**(small | given)))
-    flags = Flags(**(SMALL_FLAGS if small else {}) | vars(given_flags))
+    renames = {"text_weight": 0.0} if getattr(given_flags, "rename", False) else {}
+    flags = Flags(**(SMALL_FLAGS if small else {}) | renames | vars(given_flags))
     if world_size() > 1:
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):

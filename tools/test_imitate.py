@@ -187,12 +187,13 @@ def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
         imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
 
 
-def test_two_heads_of_a_model_that_copies_begin_by_looking_one_token_back():
+def test_heads_of_a_model_that_copies_begin_by_looking_one_and_two_tokens_back():
     lm = random_tiny(tokenizer=imitate.bpe_tokenizer(), copies=True)
     lm.model.set_attn_implementation("eager")
     ids = torch.randint(300, (1, 400), generator=torch.Generator().manual_seed(0))
     heads = lm.model(ids, output_attentions=True).attentions[0][0]  # (heads, T, T)
-    assert (heads[:2].diagonal(-1, 1, 2) > 0.9).all() and heads[2:].diagonal(-1, 1, 2).mean() < 0.1
+    assert (heads[:2].diagonal(-1, 1, 2) > 0.9).all()
+    assert (heads[2:].diagonal(-2, 1, 2) > 0.9).all()
     assert lm.head.weight.data_ptr() == lm.model.get_input_embeddings().weight.data_ptr()
 
 
@@ -223,6 +224,44 @@ def test_copying_comes_before_imitation(tmp_path, monkeypatch, capsys):
     lm = load(str(tmp_path / "lake"))
     assert lm.model.config.tie_word_embeddings and lm.recommended["max_new_tokens"] == 16
     assert not lm.head.weight[list(lm.value_ids)].any()  # V = Q = 0
+
+
+def test_the_environments_own_tokens_are_those_that_cannot_be_copied():
+    tokenizer = imitate.bpe_tokenizer(2 * ["price 3", "choose black white"], ["fixed phrase"])
+    (price,), (three,), (choose,), (black,), (white,), (phrase,) = (
+        tokenizer.encode(text) for text in "price|3|choose|black|white|fixed phrase".split("|"))
+    samples = [([price, three, black, black], [(3, 4)])] * 9
+    own = imitate.own_tokens(tokenizer, [*samples, ([three, white, choose], [(2, 3)])])
+    # `choose` is said without having been read; price and black are in 9 of 10, and not in more
+    assert {choose, phrase} < own and not {price, three, black, white} & own
+    own = imitate.own_tokens(tokenizer, samples)
+    assert {price, black, phrase} < own and not {three, white, choose} & own
+
+
+def test_renaming_keeps_what_is_repeated(monkeypatch):
+    rng, others = np.random.default_rng(0), list(range(20, 100))
+    ids = [5, 30, 31, 30, 6, 99, 31, 30]
+    drawn = [imitate.rename(ids, others, rng) for _ in range(50)]
+    for renamed in drawn:
+        assert [renamed[0], renamed[4]] == [5, 6] and {*renamed[1:4], *renamed[5:]} <= {*others}
+        assert renamed[1] == renamed[3] == renamed[7] and renamed[2] == renamed[6]
+        assert len({*renamed}) == len({*ids})
+    assert len({renamed[1] for renamed in drawn}) > 25
+
+
+def test_imitation_with_renamed_words(tmp_path, monkeypatch):
+    argv = ["--env", "tools.frozen_lake:FrozenLake", "--horizon", 4, "--rename", "--steps", 1,
+            "--batch", 4, "--out", tmp_path / "lake"]
+    _, flags = imitate.parse([*map(str, argv)])
+    assert flags.rename and flags.text_weight == 0  # random words cannot be predicted
+    assert imitate.parse([*map(str, argv), "--text_weight", "0.5"])[1].text_weight == 0.5
+    seen, loss = [], imitate.loss_over
+    monkeypatch.setattr(imitate, "loss_over", lambda lm, samples, weight: (
+        seen.extend(samples), loss(lm, samples, weight))[1])
+    run_main(imitate, monkeypatch, *argv)
+    text = " ".join(load(str(tmp_path / "lake")).chat.tokenizer.decode(ids) for ids, _ in seen)
+    goals = re.findall(r"Goal: (.)", text)  # how many squares it is away
+    assert len(goals) >= 4 and sum(goal.isdigit() for goal in goals) < len(goals) / 2
 
 
 @pytest.mark.parametrize("flag", ["--width 128", "--vocabulary 8000", "--copy_steps 10"])
