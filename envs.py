@@ -588,7 +588,7 @@ class WebShop(Env):
         wanted = [] if forgetful else wanted.values() if isinstance(wanted, dict) else wanted
         for value, name in shop.option_names(shop.item).items():
             if value in wanted and name not in shop.options and "[" not in value:
-                return f"choose {name}: {value}", f"click[{value}]"
+                return f"choose {name}", f"click[{value}]"
         return "buy it", "click[buy now]"
 
 
