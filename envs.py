@@ -576,7 +576,8 @@ class WebShop(Env):
     def advice(self, forgetful=False):
         """Searches with the goal's words, takes the first product, whatever it is, chooses those of
         the goal's options that it has, each once, and buys: nothing that cannot be read. (expert()
-        knows which product is meant.) The forgetful demonstrator buys without options."""
+        knows which product is meant.) A thought leaves out an option's value, so that it is copied
+        once. The forgetful demonstrator buys without options."""
         shop = self.shop
         if shop.page == "search":
             return "find it", f"search[{shop.as_query(shop.goal_without_price())}]"

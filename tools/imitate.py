@@ -188,8 +188,8 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
     = 0 at the start. The architecture is Qwen2's, but under the name SeedOss, because transformers
     would replace the tokenizer of a Qwen2 model. With `copies`, for learn_to_copy, the embeddings
     are tied, so that the model can also say a token that it never had to say before, and the heads
-    of its first layer look back. `readouts`: r_max, tau_v or value_tokens, as for
-    model.actor_critic."""
+    of its first layer begin by looking one and two tokens back. `readouts`: r_max, tau_v or
+    value_tokens, as for model.actor_critic."""
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
@@ -210,18 +210,19 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
 
 @torch.no_grad()
 def look_back(attention):
-    """Makes the two heads that share the first key begin by looking at the token before, whatever
-    it is, and those of the second key two tokens back: their queries and keys are a bias, and the
-    key's is turned so that the rotary embedding aligns the two there. To copy, a model looks for a
+    """Makes the heads 0 and 1, which share a key, begin by looking at the token before, whatever it
+    is, and the heads 2 and 3 two tokens back. In the pairs of dimensions that the rotary embedding
+    turns fastest, queries and keys are a bias, and the key's is turned so that the two are aligned
+    at that distance; in the others the queries begin at 0 and learn. To copy, a model looks for a
     place behind the tokens that are the last ones now, so it needs such heads, and gradients find
     them late."""
     size = attention.head_dim
-    pairs = min(6, size // 2)  # those that the rotary embedding turns fastest
+    pairs = min(6, size // 2)
     angle = attention.config.rope_parameters["rope_theta"] ** (-2 * torch.arange(pairs) / size)
-    for projection in attention.q_proj, attention.k_proj:
-        projection.weight.zero_()
-        projection.bias.zero_()
+    attention.q_proj.weight.zero_()
+    attention.q_proj.bias.zero_()
     attention.q_proj.bias.view(4, 2, -1)[:, 0, :pairs] = 7
+    attention.k_proj.weight.view(2, 2, size // 2, -1)[:, :, :pairs] = 0
     for key, back in zip(attention.k_proj.bias.view(2, 2, -1), (1, 2)):
         key[:, :pairs] = 7 * torch.stack([(back * angle).cos(), (back * angle).sin()])
 
@@ -421,25 +422,28 @@ def samples_of(chat, turns, context, config):
     return [(ids, spans) for ids, spans in samples if spans]
 
 
-def own_tokens(tokenizer, samples):
-    """The ids of the tokens that belong to the environment and not to one of its tasks: those of
-    fixed phrases, those that a response says without having read them ("choose"), and those that 9
-    in 10 samples have ("click", "price"). A digit is never one, because numbers are a task's."""
-    own, had = {*tokenizer.added_tokens_encoder.values()}, Counter()
+def own_tokens(lm, samples) -> set:
+    """The ids that `rename` must keep, because they belong to the environment and not to one of its
+    tasks: added tokens, such as fixed phrases; those that a response says without having read them
+    ("choose"), in more than 1 % of the samples; and, except digits, those in more than 90 % of the
+    samples ("click", "price")."""
+    tokenizer, had, unread = lm.chat.tokenizer, Counter(), Counter()
     for ids, spans in samples:
         had.update({*ids})
-        own.update(*({*ids[start:end]} - {*ids[:start]} for start, end in spans))
+        unread.update(set().union(*({*ids[start:end]} - {*ids[:start]} for start, end in spans)))
     often = [token for token, count in had.items() if count > 0.9 * len(samples)]
-    return own | {token for token in often if not tokenizer.decode([token]).strip().isdigit()}
+    return ({*tokenizer.added_tokens_encoder.values(), *lm.stop_ids, *lm.value_ids}
+            | {token for token, count in unread.items() if count > 0.01 * len(samples)}
+            | {token for token in often if not tokenizer.decode([token]).strip().isdigit()})
 
 
 def rename(ids, others, rng) -> list:
-    """Replaces those ids that are among `others` by random ones of these, each by the same one
-    everywhere. What repeats a part of the prompt still does; but it is of no use to know a task's
-    words by heart, or what usually comes next."""
-    names = np.arange(max([*ids, *others]) + 1)
-    names[others] = rng.permutation(others)
-    return names[ids].tolist()
+    """Replaces those ids that are among the array `others` by random ones of these, each by the
+    same one everywhere, and two by two. A copy of a part of the prompt stays a copy, but words that
+    were learned by heart, or their order, are of no use any more."""
+    found = np.intersect1d(ids, others).tolist()
+    names = dict(zip(found, rng.choice(others, len(found), replace=False).tolist()))
+    return [names.get(token, token) for token in ids]
 
 
 def imitation_loss(lm, batch, text_weight):
@@ -463,8 +467,8 @@ def loss_over(lm, samples, text_weight=0.0):
 
 def batches(lm, games, contexts, config, flags, mapper=map, first=0):
     """Yields the samples of each step from `first` on: flags.batch turns or a few more, of the
-    contexts in turn, from a buffer of shuffled demonstrations. `mapper` can distribute the
-    demonstrations over processes."""
+    contexts in turn, from a buffer of shuffled demonstrations, which flags.rename renames. `mapper`
+    can distribute the demonstrations over processes."""
     buffers = {context: [] for context in contexts}
 
     def demonstrations(some, context, seed):
@@ -473,9 +477,9 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
             yield from samples_of(lm.chat, turns, context, config)
 
     if flags.rename:
-        some, tokenizer = evaluation.evenly_spaced(games, 256), lm.chat.tokenizer
-        own = own_tokens(tokenizer, [*demonstrations(some, contexts[0], 0)])
-        others = sorted({*range(len(tokenizer))} - own)
+        few = evaluation.evenly_spaced(games, 256)
+        own = own_tokens(lm, [*demonstrations(few, contexts[0], 0)])
+        others = np.array(sorted({*lm.chat.tokenizer.get_vocab().values()} - own))
     for step in range(first, flags.steps):
         context = contexts[step % len(contexts)]
         buffer = buffers[context]
@@ -601,16 +605,19 @@ class Flags:
     width: int = 64  # the size of the hidden states of a model that is made here
     vocabulary: int = 4000  # largest size of a tokenizer that is made here; 256 demonstrations are
                             # read for every 4000
-    rename: bool = False  # replace the words of each demonstration by random ones, the same ones
-                          # everywhere in it, so that the model must copy. --text_weight is then 0
+    rename: bool = False  # for actions that repeat words of the prompt which are new in every task:
+                          # replace the tokens of each sample by random ones, the same everywhere in
+                          # it, except those that belong to the environment ("click"), so that the
+                          # model must copy. --text_weight has then the default 0
     copy_steps: int = 0  # a model that is made here first learns to repeat random tokens, in so
                          # many steps; try 2000 where actions have words that are new in every task
 
     def __post_init__(self):
         train.check_ranges(self, ((0, train.FINITE, "steps copy_steps"), (1, train.FINITE, "batch"),
                                   (8, train.FINITE, "width")))
-        if self.width % 8:
-            raise ValueError(f"--width must be a multiple of 8; it is {self.width}")
+        if self.width % 8 or self.copy_steps and self.width < 32:
+            raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 32; "
+                             f"it is {self.width}")
 
 
 OF_A_NEW_MODEL = {"width", "vocabulary", "copy_steps"}  # flags that --model FOLDER cannot use
@@ -659,6 +666,9 @@ def parse(argv=None):
     if not random_model and (made := OF_A_NEW_MODEL & vars(given_flags).keys()):
         raise ValueError(f"--{min(made)} is of a model that is made here, and --model "
                          f"{config.model} exists")
+    if flags.rename and not makes_tokenizer(config.env):
+        raise ValueError(f"--env {config.env} cannot be learned with --rename: its commands name "
+                         "things in words that the task does not have")
     if "vocabulary" in given_flags and not makes_tokenizer(config.env):
         raise ValueError(f"--env {config.env} has a tokenizer of its own, without --vocabulary")
     if not hasattr(demonstrator_of(config.env), "advice"):
