@@ -625,7 +625,8 @@ RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_
 
 
 def check_ranges(settings, ranges) -> None:
-    """ValueError: a setting is not within its range, (smallest, largest, names of settings)."""
+    """Each range is (smallest, largest, names of settings, separated by blanks). ValueError: a
+    setting that is not None is outside its range."""
     for low, high, names in ranges:
         for name in names.split():
             value = getattr(settings, name)

@@ -182,9 +182,9 @@ class RunDir:
         reports = [path for path in self.path.glob("eval-*.json")
                    if not path.name.startswith("eval-after-")
                    and Path(str(read_json(path).get("weights"))).name == "final"]
+        after = f"eval-after-{len(self.metrics())}-"
         for path in reports + [path.with_suffix(".jsonl") for path in reports]:
             if path.exists():
-                after = f"eval-after-{len(self.metrics())}-"
                 path.rename(self / path.name.replace("eval-", after, 1))
 
     def newest_checkpoint(self) -> Path | None:

@@ -210,12 +210,12 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
 
 @torch.no_grad()
 def look_back(attention):
-    """Makes the heads 0 and 1, which share a key, begin by looking at the token before, whatever it
-    is, and the heads 2 and 3 two tokens back. In the pairs of dimensions that the rotary embedding
-    turns fastest, queries and keys are a bias, and the key's is turned so that the two are aligned
-    at that distance; in the others the queries begin at 0 and learn. To copy, a model looks for a
-    place behind the tokens that are the last ones now, so it needs such heads, and gradients find
-    them late."""
+    """Initializes the heads so that 0 and 1, which share a key, attend to the previous token,
+    whatever it is, and 2 and 3 to the one before that. In the pairs of dimensions that the rotary
+    embedding turns fastest, queries and keys are a bias, and the key's is turned so that the two
+    are aligned at that distance; in the others the queries begin at 0 and learn. To copy, a model
+    looks for a place behind the tokens that are the last ones now, so it needs such heads, and
+    gradients find them late."""
     size = attention.head_dim
     pairs = min(6, size // 2)
     angle = attention.config.rope_parameters["rope_theta"] ** (-2 * torch.arange(pairs) / size)
@@ -423,10 +423,10 @@ def samples_of(chat, turns, context, config):
 
 
 def own_tokens(lm, samples) -> set:
-    """The ids that `rename` must keep, because they belong to the environment and not to one of its
-    tasks: added tokens, such as fixed phrases; those that a response says without having read them
-    ("choose"), in more than 1 % of the samples; and, except digits, those in more than 90 % of the
-    samples ("click", "price")."""
+    """The ids that `rename` must keep, because every task has them or because no prompt shows them:
+    added tokens, such as fixed phrases; stop tokens, w+ and w-; those that a response has before
+    its text has them ("choose"), in more than 1 % of the samples; and, except digits, those in more
+    than 90 % of the samples ("click", "price")."""
     tokenizer, had, unread = lm.chat.tokenizer, Counter(), Counter()
     for ids, spans in samples:
         had.update({*ids})
@@ -438,9 +438,9 @@ def own_tokens(lm, samples) -> set:
 
 
 def rename(ids, others, rng) -> list:
-    """Replaces those ids that are among the array `others` by random ones of these, each by the
-    same one everywhere, and two by two. A copy of a part of the prompt stays a copy, but words that
-    were learned by heart, or their order, are of no use any more."""
+    """Replaces those ids that are among the array `others` by random ones of these: equal ids by
+    the same one, different ids by different ones. A copy of a part of the prompt stays a copy, but
+    words that were learned by heart, or their order, are of no use any more."""
     found = np.intersect1d(ids, others).tolist()
     names = dict(zip(found, rng.choice(others, len(found), replace=False).tolist()))
     return [names.get(token, token) for token in ids]
@@ -599,7 +599,8 @@ class Flags:
     until: float = 0.98  # stop at this fraction of admissible actions, measured every 200 steps
     until_success: float = None  # stop at this success rate instead
     resume: bool = False  # continue the imitation in --out; give the same flags as before. New
-                          # demonstrations are drawn, so an uninterrupted one has other weights
+                          # demonstrations are drawn, so that the weights are not those of an
+                          # imitation without a break
     forget: float = 0.0  # fraction of episodes with the forgetful demonstrator
     noise: float = 0.2  # house, alfworld: fraction of turns with a random command
     width: int = 64  # the size of the hidden states of a model that is made here
@@ -608,7 +609,7 @@ class Flags:
     rename: bool = False  # for actions that repeat words of the prompt which are new in every task:
                           # replace the tokens of each sample by random ones, the same everywhere in
                           # it, except those that belong to the environment ("click"), so that the
-                          # model must copy. --text_weight has then the default 0
+                          # model must copy. The default of --text_weight is then 0
     copy_steps: int = 0  # a model that is made here first learns to repeat random tokens, in so
                          # many steps; try 2000 where actions have words that are new in every task
 

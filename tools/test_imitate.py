@@ -198,7 +198,7 @@ def test_heads_of_a_model_that_copies_begin_by_looking_one_and_two_tokens_back(w
         assert (weights.diagonal(-back)[1:] > 0.9).all()
         assert weights.diagonal(back - 3).mean() < 0.1
     assert lm.head.weight.data_ptr() == lm.model.get_input_embeddings().weight.data_ptr()
-    # no dimension is lost: gradients reach each of them
+    # every row of the queries' weights has a gradient, so all dimensions of a head can learn
     output.logits.square().sum().backward()
     gradient = lm.model.model.layers[0].self_attn.q_proj.weight.grad
     assert (gradient.abs().sum(-1) > 0).all()
@@ -240,12 +240,12 @@ def test_the_environments_own_tokens_are_those_that_cannot_be_copied():
     lm = random_tiny(tokenizer=tokenizer)
     always = {phrase, *lm.stop_ids, *lm.value_ids}
     copied, said = ([price, three, black, black], [(3, 4)]), ([three, white, choose], [(2, 3)])
-    # `choose` is said without having been read; price and black are in 9 of 10, and not in more
+    # a response has `choose` before its prompt has it; price and black are in exactly 90 %
     own = imitate.own_tokens(lm, [copied] * 9 + [said])
     assert always | {choose} <= own and not {price, three, black, white, five} & own
     own = imitate.own_tokens(lm, [copied] * 9)
     assert always | {price, black} <= own and not {three, white, choose} & own
-    # a digit belongs to the environment if it is said unread; one slip in 200 does not count
+    # a digit is kept if responses have it first; choose is, in 1 of 201 samples, which is too few
     own = imitate.own_tokens(lm, [copied, ([white, five], [(1, 2)])] * 100 + [said])
     assert five in own and not {three, choose, white} & own
 
