@@ -186,16 +186,21 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
     """A randomly initialized model, by default of about 0.2 M parameters; a wider one, or one with
     more tokens, has more. Its embeddings are untied, and the rows of w+ and w- are 0, so that V = Q
     = 0 at the start. The architecture is Qwen2's, but under the name SeedOss, because transformers
-    would replace the tokenizer of a Qwen2 model. With `copies`, for learn_to_copy, the embeddings
-    are tied, so that the model can also say a token that it never had to say before, and the heads
-    of its first layer begin by looking one and two tokens back. `readouts`: r_max, tau_v or
-    value_tokens, as for model.actor_critic."""
+    would replace the tokenizer of a Qwen2 model. `readouts`: r_max, tau_v or value_tokens, as for
+    model.actor_critic.
+
+    With `copies`, for learn_to_copy, the embeddings are tied, so that the model can also say a
+    token that it never had to say before, and the heads of its first layer begin by looking one and
+    two tokens back. To find the same token again far away, a head has twice as many dimensions, and
+    the rotary embedding turns most of them slowly: at its usual base of 10,000, three quarters of
+    them turn by more than a radian within 1,000 tokens."""
     tokenizer = tokenizer or tiny_tokenizer()
     config = transformers.SeedOssConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=width // 4, vocab_size=len(tokenizer) + 2,
-        initializer_range=0.1,
-        attention_bias=True, attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
+        num_key_value_heads=2, head_dim=width // (2 if copies else 4),
+        rope_parameters={"rope_type": "default", "rope_theta": 1e8 if copies else 1e4},
+        vocab_size=len(tokenizer) + 2, initializer_range=0.1, attention_bias=True,
+        attention_out_bias=False, attention_dropout=0.0, residual_dropout=0.0,
         max_position_embeddings=16384, tie_word_embeddings=copies, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with torch.random.fork_rng(devices=[]):
@@ -611,13 +616,13 @@ class Flags:
                           # it, except those that belong to the environment ("click"), so that the
                           # model must copy. The default of --text_weight is then 0
     copy_steps: int = 0  # a model that is made here first learns to repeat random tokens, in so
-                         # many steps; try 2000 where actions have words that are new in every task
+                         # many steps; try 4000 where actions have words that are new in every task
 
     def __post_init__(self):
         train.check_ranges(self, ((0, train.FINITE, "steps copy_steps"), (1, train.FINITE, "batch"),
                                   (8, train.FINITE, "width")))
-        if self.width % 8 or self.copy_steps and self.width < 32:
-            raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 32; "
+        if self.width % 8 or self.copy_steps and self.width < 64:
+            raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 64; "
                              f"it is {self.width}")
 
 
