@@ -64,8 +64,8 @@ SEP = " [SEP] "  # between the pieces of the shop's pages
 
 
 def quoted(commands):
-    """The commands as a prompt lists them, without "help"."""
-    return ", ".join(f"'{c}'" for c in commands if c != "help")
+    """The commands as a prompt lists them."""
+    return ", ".join(f"'{c}'" for c in commands)
 
 
 def paragraphs(*texts):
@@ -93,6 +93,7 @@ class PromptBuilder:
     message of the user, with what this class adds to it."""
 
     first, later, listing = FIRST, LATER, COMMANDS
+    unlisted = ()  # commands that work and are not listed
 
     def __init__(self, obs, info, role=ROLE, instruction=None, system=None):
         self.obs, self.info, self.history = obs, info, []
@@ -122,10 +123,15 @@ class PromptBuilder:
         """The fields of this turn's prompt."""
         return {"role": self.role, "task": self.info["task"], "obs": self.format_obs(self.obs)}
 
+    def listed(self):
+        """The commands that the prompt lists."""
+        return [c for c in self.info["admissible"] if c not in self.unlisted]
+
     def commands(self, context):
         """The paragraph that lists the commands."""
-        commands = self.info["admissible"]
-        return "" if commands is None else self.listing.format(commands=quoted(commands))
+        if self.info["admissible"] is None:
+            return ""
+        return self.listing.format(commands=quoted(self.listed()))
 
     def window_prompt(self, k=2):
         """--context window: one message, rebuilt every turn, with the last k turns of the past."""
@@ -158,17 +164,19 @@ class PromptBuilder:
 
 
 class HouseholdPrompts(PromptBuilder):
-    """In a conversation, the commands that always work are listed only once."""
+    """In a conversation, the commands that always work are listed only once. (To go to where one
+    is already does nothing, and is not admissible.)"""
+
+    unlisted = "help",
 
     def __init__(self, obs, info, *texts):
         super().__init__(obs, info, *texts)
-        always = "go to ", "inventory", "look"  # even to where one is already
-        self.always = [c for c in info["admissible"] if c.startswith(always)]
+        self.always = [c for c in self.listed() if c.startswith(("go to ", "inventory", "look"))]
 
     def commands(self, context):
         if context == "window":
             return super().commands(context)
-        others = [c for c in self.info["admissible"] if c not in self.always]
+        others = [c for c in self.listed() if c not in self.always]
         others = OTHERS.format(commands=quoted(others))
         always = ALWAYS.format(commands=quoted(self.always))
         return others if self.history else f"{always}\n{others}"
@@ -256,7 +264,8 @@ class Env:
                      0, so an environment with partial rewards needs it
         score        from 0 to 1; default: 1 if won
 
-    An episode's rewards must sum to within +-r_max. The pool truncates it after `horizon` turns.
+    The discounted return from every turn on must be within +-r_max. The pool truncates an episode
+    after `horizon` turns.
     One object plays many games, so reset must reset everything, and many objects are used at once
     in one process. The same actions must lead to the same answers, because the games of a worker
     that died are played again; and tasks() must always be the same. For tools/imitate.py it has a
@@ -334,10 +343,10 @@ class ToolEnv(Env):
     nobody but the model: look at a page of an episode, RUN/transcripts/*.html.
 
     `reward` is the return so far: 0 after reset, and tools change it. The episode ends when a tool
-    sets `done`, or with a response that calls no tool. It is won if its return is above 0; for
-    another rule, override step, and add `won` to the info that it returns. A model made by
-    tools/imitate.py needs recommended = {"max_new_tokens": 128} or so, because a call is longer
-    than a command."""
+    sets `done`, or with a response that has no <tool_call> and no unfinished thought. It is won if
+    its return is above 0; for another rule, override step, and add `won` to the info that it
+    returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so,
+    because a call is longer than a command."""
 
     context = "full"
     role = instruction = ""

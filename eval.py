@@ -495,7 +495,7 @@ SHARED = {"env": str, "data": str, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"],
           "max_num_seqs": int, "horizon": int, "history": int, "max_new_tokens": int,
           "max_prompt": int, "places": int, "objects": int,
-          "date": str}  # flags that train.py has too
+          "date": str}  # settings of a run: flags of train.py, and the day on which it began
 
 
 def make_parser(description):
@@ -507,9 +507,10 @@ def make_parser(description):
     add("--temperature", type=float, default=TEMPERATURES[""], help="0: greedy")
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
+    defaults = {"max_num_seqs": f"{MAX_NUM_SEQS} games side by side per rank",
+                "date": "today (for chat templates that print it)"}
     for name, kind in SHARED.items():
-        default = (f"{MAX_NUM_SEQS} games side by side per rank" if name == "max_num_seqs" else
-                   "that of train.py for models that are not tiny")
+        default = defaults.get(name, "that of train.py for models that are not tiny")
         add(f"--{name}", help=f"default: the run's; without a run, {default}",
             **argparse_options(kind))
     return parser

@@ -11,7 +11,7 @@
 A training sample is a token sequence with one or more turns, and a turn is the span [start, end) of
 its response. V is read at start - 1, and Q at end - 1, the last token that the policy chose.
 Shapes: B sequences, T tokens, M response tokens, N turns, W vocabulary size, D hidden size.
-`# SAPO:` marks what SAPO adds to an ordinary language model.
+`# SAPO:` marks what SAPO adds to a language model.
     python model.py [--model NAME]       prints a model's reserved tokens, and V and Q of a turn
 """
 import contextlib
@@ -90,11 +90,8 @@ def make_batch(samples: list) -> Batch:
         raise ValueError("a turn needs context before it and a response in it")
     ids = [torch.tensor(ids, dtype=torch.long) for ids, _ in samples]
     row, start, end = torch.tensor(turns, dtype=torch.long).reshape(-1, 3).unbind(1)
-    tokens = sum(end - start for _, start, end in turns)
-    turn_of = torch.arange(len(turns)).repeat_interleave(end - start, output_size=tokens)
-    response_length = end - start  # (N,)
-    tokens_before = response_length.cumsum(0) - response_length  # of the turns before each turn
-    col = torch.arange(len(turn_of)) + (start - tokens_before)[turn_of]
+    turn_of = torch.arange(len(turns)).repeat_interleave(end - start)
+    col = torch.tensor([i for _, *span in turns for i in range(*span)], dtype=torch.long)
     return Batch(pad_sequence(ids, batch_first=True), torch.tensor([len(x) for x in ids]),
                  row, start, end, turn_of, row[turn_of], col)
 

@@ -674,7 +674,7 @@ class Turn:
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool
     score: float  # the environment's, 0 to 1
-    task: str  # its id
+    task: str | int  # its id
     category: str
     messages: list  # the chat messages to which it responds, as they were sent
     text: str  # of the response

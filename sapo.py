@@ -11,7 +11,8 @@ after it). This file has what follows from them:
     value_loss            clipped regression of V or Q, one value per turn               Eq. 10-11
     sapo_loss             the joint loss, for one backward pass                          Eq. 12
 
-It needs only torch: copy it. Equation numbers are the paper's, and `# SAPO:` marks what is new:
+It needs only torch: copy it. Equation numbers are the paper's. `# SAPO:` marks what differs from
+PPO, with its critic, or from GRPO, with its groups:
     grep -n "# SAPO:" sapo.py model.py rollout.py train.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. Readouts p are in [-1, 1] (Eq. 1), and V
@@ -48,8 +49,8 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
 
     ids, row = traj.long().unique(return_inverse=True)
     # the first and last turn of each trajectory
-    first = torch.full_like(ids, turn.max()).scatter_reduce(0, row, turn, "amin")
-    last = torch.full_like(ids, turn.min()).scatter_reduce(0, row, turn, "amax")
+    first = torch.empty_like(ids).scatter_reduce(0, row, turn, "amin", include_self=False)
+    last = torch.empty_like(ids).scatter_reduce(0, row, turn, "amax", include_self=False)
     col, longest = turn - first[row], int((last - first).max()) + 1
 
     # (N,) -> (trajectories, longest + 1): a row per trajectory, a column per turn. The last column
@@ -242,7 +243,9 @@ def explained_variance(value: Tensor, target: Tensor) -> float:
     0; if the target is constant, it is 0."""
     check_shapes(value, target)
     variance = target.var(correction=0)
-    return (1 - (target - value).var(correction=0) / variance).item() if variance > 0 else 0.0
+    if not variance > 0 or target.max() == target.min():  # rounding may give a constant some
+        return 0.0
+    return (1 - (target - value).var(correction=0) / variance).item()
 
 
 def main():

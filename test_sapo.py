@@ -59,8 +59,8 @@ from envs import Pool, make_env, tasks
 from model import (actor_critic, check_initial_readout, entropy, float32_logits, load, make_batch,
                    reserve_value_ids, restricted_log_softmax, sample_token, value_readout)
 from rollout import DecodeState, End, Sampler, rollout
-from sapo import (actor_loss, kl_loss, normalize_advantages, policy_loss, sapo_loss, turn_targets,
-                  value_loss)
+from sapo import (actor_loss, explained_variance, kl_loss, normalize_advantages, policy_loss,
+                  sapo_loss, turn_targets, value_loss)
 from train import make_samples
 from runtime import checkpoint, cli, compile as compile_module, distributed, optim
 from runtime import run as run_module
@@ -407,6 +407,19 @@ def test_kl_is_never_negative_and_pulls_toward_the_reference(seed):
 
 
 @SEEDS
+def test_explained_variance(seed):
+    value, target = torch.randn(2, 50, generator=torch.Generator().manual_seed(seed)).unbind()
+    ours, error = explained_variance(value, target), (target - value).double().numpy()
+    assert ours == pytest.approx(1 - error.var() / target.double().numpy().var(), abs=1e-5)
+    assert explained_variance(target, target) == 1
+    assert explained_variance(torch.full_like(target, 0.1), target) == pytest.approx(0, abs=1e-5)
+    # a constant has a variance in float32, by rounding
+    assert torch.full((100,), 0.1).var(correction=0) > 0
+    for constant in (torch.full((n,), c) for n in (1, 7, 100) for c in (0.1, 3.3, 1e4)):
+        assert explained_variance(torch.rand(len(constant)), constant) == 0
+
+
+@SEEDS
 def test_the_joint_loss_is_the_weighted_sum(seed):
     x, valid = minibatch(seed), torch.arange(8) % 3 != seed
     for k in ("logp", "entropy", "p_v", "p_q"):
@@ -545,6 +558,13 @@ def test_window_prompt_shows_the_last_k_turns_without_thoughts(k):
     assert places == sorted(places)  # all there, oldest first
     assert sum(later.count(x) for x in ("You saw", "You wake", "dance")) == len(past) + 1
     assert not any(x in later for x in ("secret", "'help'", "touch 4"))
+
+
+def test_only_household_prompts_leave_out_help():
+    info = {"task": "wait", "admissible": ["help", "wait"]}
+    assert "['help', 'wait']" in envs.PromptBuilder("You wait.", info).window_prompt()
+    for prompt in ("window_prompt", "full_prompt"):
+        assert "help" not in getattr(envs.HouseholdPrompts("You wait.", info), prompt)()
 
 
 def test_full_prompt_contains_only_what_is_new():
@@ -2029,6 +2049,13 @@ def test_what_training_is_given_keeps_its_own_settings(tmp_path):
         assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 1
         assert (tmp_path / name / "final" / "sapo.json").is_file()
     assert parts["learner"].config.gamma == 0.5
+    grouped = train.learner_class("grpo")(lm, train.settings(algo="grpo", group_size=2))
+    out = tmp_path / "grouped"
+    train.train(dataclasses.replace(config, out=str(out)), learner=grouped)
+    stored = json.loads((out / "config.json").read_text())
+    assert (stored["algo"], stored["group_size"]) == ("grpo", 2) and grouped.config.gamma == 0.5
+    with pytest.raises(ValueError, match="lm and learner.lm are two models"):
+        train.train(dataclasses.replace(config, out=None), random_tiny(), learner=grouped)
     with pytest.raises(ValueError, match="is taken: continue the run in it with --resume"):
         train.train(config, lm)
     with pytest.raises(ValueError, match="--wandb needs --out"):
@@ -2909,6 +2936,11 @@ def test_resuming_with_another_reference_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="began with other weights than these"):
         run_main(train, monkeypatch, *flags, "--iterations", 3, "--resume")
     assert (tmp_path / "run/final/model.safetensors").read_bytes() == kept
+    config = train.Config(beta=0.0)
+    with_kl = train.Learner(lm, dataclasses.replace(config, beta=0.1))
+    train.Learner(lm, config).save(tmp_path)
+    with pytest.raises(ValueError, match="has beta = 0, so it kept no reference"):
+        with_kl.restore(tmp_path)
 
 
 def test_runs_with_other_settings_are_other_rows_and_a_seed_counts_once(tmp_path, capsys):

@@ -54,7 +54,7 @@ from sapo import (discounted_returns, explained_variance, normalize_advantages, 
 def train(config: "Config", lm: ActorCritic = None, pool: WorkerPool = None,
           learner: "Learner" = None) -> ActorCritic:
     """Algorithm 1, whole -> the trained model. `config` is made by `settings(...)`, and what is not
-    given is made from it; what is given keeps its own settings, as `prepared` says.
+    given is made from it; a learner brings its model. `prepared` says which settings are whose.
     KeyboardInterrupt: SIGTERM or Ctrl-C came. GameError: an environment failed. Both times the last
     finished iteration is saved first."""
     with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
@@ -231,8 +231,10 @@ class Learner:
         shards = load_shards(self.optimizer, folder, "learner")
         self.steps, began_with = shards[0]["steps"], shards[0]["reference"]
         if self.reference and began_with != fingerprint(self.reference.model):
-            raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
-                             "term needs them as reference: give the model that it began with")
+            raise ValueError(
+                f"the run of {folder} began with other weights than these, and its KL term needs "
+                "them as reference: give the model that it began with" if began_with else
+                f"the run of {folder} has beta = 0, so it kept no reference for a KL term")
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
         self.lm.model.load_state_dict(saved.state_dict())
 
@@ -435,7 +437,8 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
         raise ValueError("two turns have the same trajectory number and index: give every rollout "
                          "of an update, and every rank, other numbers with rollout(..., trajs=)")
     if not size_of:
-        raise ValueError("the first prompt of every task is too long: raise --max_prompt, or lower "
+        raise ValueError("there are no turns to learn from. If they come from a rollout, the first "
+                         "prompt of every task is too long: raise --max_prompt, or lower "
                          "--max_new_tokens")
     rng = np.random.default_rng([config.seed, iteration, SHUFFLE])
     keys = sorted(size_of)
@@ -534,7 +537,8 @@ class Config:
     env: str = "house"  # house, alfworld, webshop, webshop-human (goals by people), MODULE:CLASS
     model: str = "tiny"  # tiny (results/tiny-*), a hub id, a bare name (Qwen2.5-1.5B), a folder
     data: str = None  # the folder that contains alfworld's json_2.1.1, or webshop's catalogue
-    out: str = None  # folder of the run; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED
+    out: str = None  # folder of the run; default runs/ENV-MODEL[-ALGO][-FLAG=VALUE ...]-SEED, but
+        # from Python none, and nothing is written
     seed: int = 0  # random seed
     iterations: int = 150  # number of iterations, each a rollout and an update
     algo: Literal[ALGOS] = "sapo"  # the method; those in baselines/ are what SAPO is compared with
@@ -731,12 +735,17 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
     iteration where the loop was stopped; else evaluates again, and writes final weights and
     reports. With config.out = None it writes nothing.
 
-    No setting exists twice:
-        r_max, tau_v                 are the model's, and not config's
-        dtype                        is a given model's
-        env and its constructor's    are a given pool's, also those that are its defaults
-        all others                   are config's, also for a given learner (but the data type of
-                                     its optimizer's state)"""
+    Which settings are taken from what is given, and not from config:
+        r_max, tau_v, dtype          a given model's (config.model and value_tokens have no effect)
+        env and its constructor's    a given pool's, also those that are its defaults
+        algo, group_size             a given learner's, and the data type of its optimizer's state
+    All others are config's.
+    ValueError: two models are given, one of them the learner's."""
+    if learner:
+        if lm and lm.model is not learner.lm.model:
+            raise ValueError("lm and learner.lm are two models: give the learner alone")
+        config = dataclasses.replace(config, algo=learner.config.algo,
+                                     group_size=learner.config.group_size)
     if pool:
         options = {name: pool.options.get(name, getattr(Config, name))
                    for name in ("horizon", *envs.OPTIONS)}

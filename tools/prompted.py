@@ -56,10 +56,10 @@ def run_trials(sampler, games, pool, *, style, seed=0, max_num_seqs=MAX_NUM_SEQS
 
 def react_prompts(turns, builder, lessons, template=REACT):
     """Yields the prompt with all thoughts and turns, then with fewer of the oldest."""
-    past_lessons, commands, fields = "", builder.info["admissible"], builder.fields()
+    past_lessons, fields = "", builder.fields()
     fields["answer"], fields["commands"] = builder.instruction, ""
-    if commands is not None:
-        fields["commands"] = envs.COMMANDS.format(commands=envs.quoted(commands))
+    if builder.info["admissible"] is not None:
+        fields["commands"] = envs.COMMANDS.format(commands=envs.quoted(builder.listed()))
     if lessons:
         past_lessons = LESSONS.format(
             lessons="\n".join(f"- {' '.join(lesson.split())}" for lesson in lessons))
