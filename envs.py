@@ -57,7 +57,7 @@ LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The lates
          "{history}\nStep {now}. What you see: {obs}")
 PAST = "What you saw: {obs}\nWhat you did: {action}"
 COMMANDS = "Commands that work now: [{commands}]."
-ALWAYS = "These commands always work: [{commands}]."
+ALWAYS = "These commands always work, except to go where you already are: [{commands}]."
 OTHERS = "Other commands that work now: [{commands}]."
 SAME_WAY = " Answer every later message in the same way."
 SEP = " [SEP] "  # between the pieces of the shop's pages
@@ -164,8 +164,7 @@ class PromptBuilder:
 
 
 class HouseholdPrompts(PromptBuilder):
-    """In a conversation, the commands that always work are listed only once. (To go to where one
-    is already does nothing, and is not admissible.)"""
+    """In a conversation, the commands that always work are listed only once."""
 
     unlisted = "help",
 

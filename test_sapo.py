@@ -572,6 +572,7 @@ def test_full_prompt_contains_only_what_is_new():
     task = "You wake up.\n\nYour task is to: put a mug in desk.\n"
     assert all(x in first for x in (envs.ROLE, envs.ANSWER, task))
     assert "['go to bed 1', 'go to desk 1', 'look']" in first and "['touch 0']" in first
+    assert "except to go where you already are: ['go" in first  # which is not admissible
     assert first.count("go to bed 1") == 1
     assert later.startswith("You saw 3.\n")
     assert "['touch 3', 'go to attic 1']" in later  # the attic was not known at first
