@@ -263,8 +263,8 @@ class Env:
                      0, so an environment with partial rewards needs it
         score        from 0 to 1; default: 1 if won
 
-    The discounted return from every turn on must be within +-r_max. The pool truncates an episode
-    after `horizon` turns.
+    The return from every turn on must be within +-r_max, or a run warns; it is discounted by
+    --gamma, except for ppo. The pool truncates an episode after `horizon` turns.
     One object plays many games, so reset must reset everything, and many objects are used at once
     in one process. The same actions must lead to the same answers, because the games of a worker
     that died are played again; and tasks() must always be the same. For tools/imitate.py it has a
@@ -342,10 +342,10 @@ class ToolEnv(Env):
     nobody but the model: look at a page of an episode, RUN/transcripts/*.html.
 
     `reward` is the return so far: 0 after reset, and tools change it. The episode ends when a tool
-    sets `done`, or with a response that has no <tool_call> and no unfinished thought. It is won if
-    its return is above 0; for another rule, override step, and add `won` to the info that it
-    returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so,
-    because a call is longer than a command."""
+    sets `done`, or with a response that has a finished thought, or none, and no <tool_call> behind
+    it. It is won if its return is above 0; for another rule, override step, and add `won` to the
+    info that it returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens":
+    128} or so, because a call is longer than a command."""
 
     context = "full"
     role = instruction = ""

@@ -2050,11 +2050,13 @@ def test_what_training_is_given_keeps_its_own_settings(tmp_path):
         assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 1
         assert (tmp_path / name / "final" / "sapo.json").is_file()
     assert parts["learner"].config.gamma == 0.5
-    grouped = train.learner_class("grpo")(lm, train.settings(algo="grpo", group_size=2))
+    grouped = train.learner_class("grpo")(lm, train.settings(
+        algo="grpo", group_size=2, optim_state_dtype="bfloat16"))
     out = tmp_path / "grouped"
     train.train(dataclasses.replace(config, out=str(out)), learner=grouped)
     stored = json.loads((out / "config.json").read_text())
-    assert (stored["algo"], stored["group_size"]) == ("grpo", 2) and grouped.config.gamma == 0.5
+    assert [stored[k] for k in ("algo", "group_size", "optim_state_dtype", "gamma")] == [
+        "grpo", 2, "bfloat16", 0.5]
     with pytest.raises(ValueError, match="lm and learner.lm are two models"):
         train.train(dataclasses.replace(config, out=None), random_tiny(), learner=grouped)
     with pytest.raises(ValueError, match="is taken: continue the run in it with --resume"):
