@@ -738,15 +738,17 @@ def prepared(config: Config, lm=None, pool=None, learner=None) -> Iterator["Run"
     Which settings are taken from what is given, and not from config:
         r_max, tau_v, dtype          a given model's (config.model and value_tokens have no effect)
         env and its constructor's    a given pool's, also those that are its defaults
-        algo, group_size, optim_state_dtype   a given learner's
+        algo, group_size,            a given learner's
+        optim_state_dtype
     All others are config's.
     ValueError: two models are given, one of them the learner's; or the learner's group_size does
     not divide batch_size."""
     if learner:
         if lm and lm.model is not learner.lm.model:
             raise ValueError("lm and learner.lm are two models: give the learner alone")
-        config = dataclasses.replace(config, **{name: getattr(learner.config, name) for name in (
-            "algo", "group_size", "optim_state_dtype")})
+        own = learner.config
+        config = dataclasses.replace(config, algo=own.algo, group_size=own.group_size,
+                                     optim_state_dtype=own.optim_state_dtype)
     if pool:
         options = {name: pool.options.get(name, getattr(Config, name))
                    for name in ("horizon", *envs.OPTIONS)}
