@@ -1,27 +1,22 @@
-"""Text environments behind one protocol, and their prompts.
+"""What an environment is, what a text game's prompts are, and how an environment is found by name.
 
-    env = make_env("house")        or make_env("alfworld", data=DIR), make_env("webshop", data=DIR)
+    env = make_env("house")        or make_env("alfworld", data=DIR), make_env("MODULE:CLASS")
     obs, info = env.reset(tasks("house", "train")[0])
     action, valid = env.parse_action("<think>...</think> <action>go to fridge 1</action>")
     obs, reward, terminated, truncated, info = env.step(action)      as in Gymnasium
     env.expert()                   a list of commands that wins from here, or None
 
-`Env` says what an environment is, and `ToolEnv` is one whose actions are calls of tools. Here are
-three, of which each wraps a game of simulators/. They list the commands that work now; the step
-that wins gets the reward REWARD, every other step 0; an action that they cannot use is answered by
-"Nothing happens.", or in the shop by the same page again.
-
-- `house` is a small version of ALFWorld in plain Python, with the same commands and task types.
-- `alfworld` is the original: the alfworld package's TextWorld engine, with the games in
-  $ALFWORLD_DATA.
-- `webshop` is WebShop's text environment, with the catalogue in $WEBSHOP_DATA.
+The file reads from the prompts and the parser of <action> to `Env`, the base class, and `ToolEnv`,
+whose actions are calls of tools; then to the environments by name and to playing one by hand. Those
+that exist are in environments/, found in the way in which your own is, and examples of it.
 
 The prompts carry the same information as verl-agent's (commit 796ed31, the GiGPO paper's
 framework), but are worded differently. A Pool plays many games side by side in worker processes
 (runtime/workers.py). They import this file, so nothing here imports torch: they start quickly.
-    python envs.py [--env alfworld|webshop --data DIR]                  play an episode yourself
+    python envs.py [--env alfworld|webshop|MODULE:CLASS --data DIR]     play an episode yourself
 """
 import argparse
+import contextlib
 import functools
 import inspect
 import json
@@ -35,32 +30,22 @@ from collections.abc import Iterable
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
 from runtime.workers import (EnvWorker, WorkerPool, as_python, is_importable, obs_text,
                              processes_per_rank)
-from simulators.house import NOTHING, Room, task_ids
-from simulators.textworld import Engine, alfworld_root, game_folders
 
-REWARD = 10.0
-CATEGORIES = {"pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look",
-              "pick_clean_then_place_in_recep": "Clean", "pick_heat_then_place_in_recep": "Heat",
-              "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
-SHELVES = {"beauty": "Beauty", "electronics": "Electronics", "fashion": "Fashion",
-           "garden": "Garden", "grocery": "Grocery"}
+REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
 
 # ------------------------------------------------------------------------- prompts and actions
 
 ROLE = "You live in a text world and solve one task in it by typing commands."
-HOUSEHOLD = ROLE.replace("one task", "one household task")
 ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, "
           "and nothing else, inside <action> </action>.")
-WITHOUT_COMMANDS = ANSWER.replace("one of the commands", "your action")
+WITHOUT_COMMANDS = ("Reason about what to do next inside <think> </think>. Then give your action, "
+                    "and nothing else, inside <action> </action>.")
 FIRST = "{role}\n{obs}"
 LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n"
          "{history}\nStep {now}. What you see: {obs}")
 PAST = "What you saw: {obs}\nWhat you did: {action}"
 COMMANDS = "Commands that work now: [{commands}]."
-ALWAYS = "These commands always work, except to go where you already are: [{commands}]."
-OTHERS = "Other commands that work now: [{commands}]."
 SAME_WAY = " Answer every later message in the same way."
-SEP = " [SEP] "  # between the pieces of the shop's pages
 
 
 def quoted(commands):
@@ -92,15 +77,19 @@ class PromptBuilder:
     messages of the environment are passed on as they are; an observation that is text becomes one
     message of the user, with what this class adds to it."""
 
-    first, later, listing = FIRST, LATER, COMMANDS
+    first = FIRST  # the prompt of the first turn, and the beginning of a conversation
+    later = LATER  # the prompt of a later turn of "window"
+    listing = COMMANDS  # the paragraph that lists the commands
     unlisted = ()  # commands that work and are not listed
 
     def __init__(self, obs, info, role=ROLE, instruction=None, system=None):
-        self.obs, self.info, self.history = obs, info, []
+        self.obs, self.info = obs, info  # the latest
+        self.history = []  # (obs, action) of the turns so far
         self.system = [{"role": "system", "content": system}] if system else []  # messages
-        self.role, self.instruction = role, instruction
+        self.role = role
         if instruction is None:
-            self.instruction = WITHOUT_COMMANDS if info["admissible"] is None else ANSWER
+            instruction = WITHOUT_COMMANDS if info["admissible"] is None else ANSWER
+        self.instruction = instruction
 
     def record(self, action, obs, info):
         """Records a turn: the environment answered `action` with `obs` and `info`."""
@@ -127,11 +116,15 @@ class PromptBuilder:
         """The commands that the prompt lists."""
         return [c for c in self.info["admissible"] if c not in self.unlisted]
 
-    def commands(self, context):
+    def commands(self):
         """The paragraph that lists the commands."""
         if self.info["admissible"] is None:
             return ""
         return self.listing.format(commands=quoted(self.listed()))
+
+    def full_commands(self):
+        """The same for a message of "full", which follows earlier messages."""
+        return self.commands()
 
     def window_prompt(self, k=2):
         """--context window: one message, rebuilt every turn, with the last k turns of the past."""
@@ -140,80 +133,50 @@ class PromptBuilder:
                 for obs, action in self.history[max(0, n - k):]]
         text = (self.later if n else self.first).format(
             **self.fields(), steps=n, history="\n".join(past), now=n + 1)
-        return paragraphs(text, self.commands("window"), self.instruction)
+        return paragraphs(text, self.commands(), self.instruction)
 
     def full_prompt(self):
         """--context full: what is new in this turn. The first message also has what holds for all
         turns."""
         if self.history:
-            return paragraphs(self.format_obs(self.obs), self.commands("full"))
+            return paragraphs(self.format_obs(self.obs), self.full_commands())
         instruction = self.instruction and self.instruction + SAME_WAY
-        return paragraphs(self.first.format(**self.fields()), self.commands("full"), instruction)
+        return paragraphs(self.first.format(**self.fields()), self.full_commands(), instruction)
 
     def messages(self, context, history):
         """The lists of chat messages that a turn may send, from the longest to the shortest. In
-        "window" every list is a whole conversation."""
-        system = self.system if context == "window" or not self.history else []
-        if context == "full" and not isinstance(self.obs, str):
-            yield system + self.obs
-        elif context == "full":
-            yield system + user_message(self.full_prompt())
+        "window" every list is a whole conversation, with up to `history` turns of the past; in
+        "full" there is one list, of what is new."""
+        if context == "full":
+            yield self.new_messages()
         else:
             for k in range(history, -1, -1):
-                yield system + user_message(self.window_prompt(k))
+                yield self.system + user_message(self.window_prompt(k))
 
-
-class HouseholdPrompts(PromptBuilder):
-    """In a conversation, the commands that always work are listed only once."""
-
-    unlisted = "help",
-
-    def __init__(self, obs, info, *texts):
-        super().__init__(obs, info, *texts)
-        self.always = [c for c in self.listed() if c.startswith(("go to ", "inventory", "look"))]
-
-    def commands(self, context):
-        if context == "window":
-            return super().commands(context)
-        others = [c for c in self.listed() if c not in self.always]
-        others = OTHERS.format(commands=quoted(others))
-        always = ALWAYS.format(commands=quoted(self.always))
-        return others if self.history else f"{always}\n{others}"
-
-
-class ShopPrompts(PromptBuilder):
-    """Prompts of the shop, whose pages repeat the task; it is removed from them."""
-
-    first = "{role} Your task is to: {task}\nWhat you see: {obs}"
-    listing = COMMANDS.replace("that work now", "on this page")
-
-    def format_obs(self, obs):
-        page = obs.split(f"{SEP}{self.info['task'].strip()}{SEP}", 1)[-1]
-        return SEP.join(f"'{piece}'" for piece in page.split(SEP))
-
-    def accepts(self, action, valid):
-        """Any search is admissible, and clicks on what the page lists."""
-        from simulators.webshop import shop_command
-        name, argument = shop_command(action)
-        # a click on the search page's own button does nothing
-        offered = argument != "search" and f"click[{argument}]" in self.info["admissible"]
-        return name == "search" or name == "click" and offered
+    def new_messages(self):
+        """The messages that this turn adds to a conversation."""
+        before = [] if self.history else self.system
+        new = user_message(self.full_prompt()) if isinstance(self.obs, str) else self.obs
+        return before + new
 
 
 def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
     """A response -> (action, valid). The action is the text between the first pair of action tags
     behind the thought or, if there is none, before it:
 
-        <think> a </think> <action>look</action>                                     look, valid
-        <action>look</action> <think> a </think>                                     look, valid
-        <think> no </think> <action>a</action>. </think> <action>look</action>       look, valid
-        <action>look</action>                                                        look, invalid
+        <think> a </think> <action>look</action>        look, valid
+        <action>look</action> <think> a </think>        look, valid
+        <action>look</action>                           look, invalid
 
-    In the third one, the thought ends at the last </think> that follows an </action>. A response is
-    valid if it has a pair of think tags, too, and, as in verl-agent, no Chinese character. If no
-    action is found, the last `fallback` characters are it, and invalid. Tags may be in any case.
-    What a chat template begins a response with, <think> and a line break or an empty thought, is no
-    part of the last characters."""
+    A thought can quote the tags: it ends at the last </think> that follows an </action>, if there
+    is one. So the action of
+
+        <think> Not </think> <action>go</action>. </think> <action>look</action>
+
+    is "look". A response is valid if it has a pair of think tags, too, and, as in verl-agent, no
+    Chinese character. If no action is found, the last `fallback` characters are it, and invalid.
+    Tags may be in any case. What a chat template begins a response with, <think> and a line break
+    or an empty thought, is no part of the last characters."""
     text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
     thought = 0 <= text.find("<think>") < text.find("</think>")
     answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
@@ -293,6 +256,9 @@ class Env:
     graded = False  # whether a score can be between 0 and 1
     recommended = {}  # settings of train.py
     patience = 600  # seconds after which a silent worker is replaced
+    workers = None  # worker processes per rank; None: as many as there are cores
+    eval_temperatures = (0.4,)  # at which a run plays held-out games before and after training
+    tiny_model = "tiny-house"  # the folder in results/ that --model tiny means
 
     @classmethod
     def prompt_builder(cls, obs, info):
@@ -350,18 +316,22 @@ class ToolEnv(Env):
     context = "full"
     role = instruction = ""
     max_observation = 8000
-    reward, done = 0.0, False  # of the episode so far; whether the latest action has ended it
+    reward = 0.0  # the return so far
+    done = False  # whether the latest action has ended the episode
     NO_CALL = "the response has no <tool_call>"
 
     def __init_subclass__(cls, **options):
-        """Makes a subclass's reset begin with the reward 0, and not done."""
+        """Makes a subclass's reset begin with the reward 0, and not done. It is wrapped, so that a
+        reset need not call super's, whoever calls it: a reward that was left from the episode
+        before would be wrong in silence."""
         super().__init_subclass__(**options)
         reset = getattr(cls, "reset", None)
         if reset and not hasattr(reset, "begins_at_0"):
 
             @functools.wraps(reset)
             def reset_all(self, task):
-                self.reward, self.done = 0.0, False
+                self.reward = 0.0
+                self.done = False
                 return reset(self, task)
 
             reset_all.begins_at_0 = True
@@ -420,8 +390,11 @@ class ToolEnv(Env):
         return f"<think> {thought} </think> <tool_call>\n{action_text(action)}\n</tool_call>"
 
     def step(self, action):
-        before, self.done = self.reward, action == self.NO_CALL
-        if isinstance(action, str):
+        before = self.reward
+        self.done = False  # until a tool sets it
+        if action == self.NO_CALL:
+            self.done = True  # who calls nothing more has finished
+        if isinstance(action, str):  # what is wrong with the response
             result = f"Error: {action}"
         else:
             try:
@@ -434,200 +407,18 @@ class ToolEnv(Env):
         return answer, self.reward - before, self.done, False, {}
 
 
-# --------------------------------------------------------------------------------------- house
-
-class House(Env):
-    """The room of simulators/house.py, with `places` places and `objects` things to carry. A task
-    id is a number as a string. The default horizon fits 5 places; larger houses need a longer one,
-    up to the expert's min(4 * places, 50)."""
-
-    flags, horizon = ("places", "objects"), 20
-    held_out, categories = ("test", 192), CATEGORIES
-    role, prompt_builder_class = HOUSEHOLD, HouseholdPrompts
-
-    def __init__(self, places=5, objects=4):
-        self.room = Room(places, objects)
-
-    @classmethod
-    def parse_action(cls, text):
-        return tagged_action(text.lower(), cls.fallback)
-
-    def tasks(self, split):
-        return task_ids(split)
-
-    def reset(self, task):
-        obs = self.room.enter(task)
-        self.steps = 0
-        return obs, self.info()
-
-    def info(self):
-        room = self.room
-        return {"admissible": room.actions(), "task": room.task, "category": room.category,
-                "won": room.won, "score": float(room.won)}
-
-    def step(self, action):
-        before = self.room.won
-        obs, info = self.room.act(action), self.info()
-        self.steps += 1
-        truncated = self.steps >= self.horizon and not info["won"]
-        reward = REWARD if info["won"] and not before else 0.0
-        return obs, reward, info["won"], truncated, info
-
-    def expert(self):
-        return self.room.expert()
-
-    def advice(self, forgetful=False):
-        return self.room.advice(forgetful)
-
-
-# ------------------------------------------------------------------------------------ alfworld
-
-class AlfWorld(Env):
-    """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
-    "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
-    those of the engine."""
-
-    flags, held_out = ("data",), ("valid_seen", 140)
-    categories, role, prompt_builder_class = CATEGORIES, HOUSEHOLD, HouseholdPrompts
-    # verbs that change the game; the others only look
-    CHANGES = set("go open close take move clean heat cool use slice".split())
-
-    def __init__(self, data=None):
-        self.root, self.engine = alfworld_root(data), Engine()
-
-    @classmethod
-    def parse_action(cls, text):
-        return tagged_action(text.lower(), cls.fallback)
-
-    def tasks(self, split):
-        return game_folders(self.root, split)
-
-    def reset(self, task):
-        state, self.walkthrough = self.engine.load(self.root, task)
-        self.category = task.split("/")[1].split("-")[0]
-        self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
-        self.steps, self.played, self.won = 0, [], False  # played: commands that changed something
-        return state.feedback, self.info(state)
-
-    def info(self, state):
-        self.admissible = list(state.admissible_commands)
-        return {"admissible": self.admissible, "task": self.task,
-                "category": self.category, "won": self.won, "score": float(self.won)}
-
-    def step(self, action):
-        action = action.strip()  # as TextWorld does
-        state = self.engine.step(action)
-        self.steps += 1
-        if action.split(" ")[0] in self.CHANGES and state.feedback.strip() != NOTHING:
-            self.played.append(action)
-        before, self.won = self.won, self.won or bool(state.won)
-        reward = REWARD if self.won and not before else 0.0
-        truncated = self.steps >= self.horizon and not self.won
-        return state.feedback, reward, self.won, truncated, self.info(state)
-
-    def expert(self):
-        """The rest of the game's walkthrough, or None at its end or after a step that is not in
-        it."""
-        done = len(self.played)
-        follows = self.played == self.walkthrough[:done]
-        return (self.walkthrough[done:] or None) if follows else None
-
-
-# ------------------------------------------------------------------------------------- webshop
-
-class WebShop(Env):
-    """The shop of simulators/webshop.py, with the original's pages. A task id is the number of a
-    goal, in the original's order. score is the original's reward; the step that buys with a score
-    of exactly 1 gets REWARD. results/NOTES.md lists the differences from the original."""
-
-    role = ("You shop in an online store by typing commands: search[words of your own] looks "
-            "through its catalogue, click[...] follows a link or a button or chooses an option. "
-            "Find a product that is all that is asked for, choose its options, and buy it.")
-    recommended = {"mini_batch": 64}  # episodes are short
-    goals = "synthetic"  # which of WebShop's two sets of goals
-    flags, horizon, graded = ("data",), 15, True
-    fallback, max_prompt = 20, 4096  # pages are long
-    patience = 3600  # loading the whole catalogue, 5 GB, takes long
-    held_out, categories, prompt_builder_class = ("test", 500), SHELVES, ShopPrompts
-
-    def __init__(self, data=None):
-        from simulators.webshop import Shop
-        self.shop = Shop(data, self.goals)
-
-    @classmethod
-    def parse_action(cls, text):
-        return tagged_action(text.lower(), cls.fallback)
-
-    def tasks(self, split):
-        return [f"{i:07d}" for i in self.shop.goals.split(split)]
-
-    def reset(self, task):
-        self.shop.enter(int(task))
-        self.steps = 0
-        return self.shop.observation(), self.info()
-
-    def info(self):
-        shop = self.shop
-        return {"admissible": shop.actions(), "task": shop.goal["text"],
-                "category": shop.goal["category"], "won": shop.score == 1.0, "score": shop.score}
-
-    def step(self, action):
-        bought, info = self.shop.act(action), self.info()
-        self.steps += 1
-        truncated = self.steps >= self.horizon and not bought
-        reward = REWARD if info["won"] else 0.0
-        return self.shop.observation(), reward, bought, truncated, info
-
-    def expert(self):
-        return self.shop.expert()
-
-    def advice(self, forgetful=False):
-        """Searches with the goal's words, takes the first product, whatever it is, chooses those of
-        the goal's options that it has, each once, and buys: nothing that cannot be read. (expert()
-        knows which product is meant.) A thought leaves out an option's value, so that it is copied
-        once. The forgetful demonstrator buys without options."""
-        shop = self.shop
-        if shop.page == "search":
-            return "find it", f"search[{shop.as_query(shop.goal_without_price())}]"
-        if shop.page == "results" and shop.on_page:
-            return "find it", shop.link_to(shop.on_page[0])
-        if shop.page != "item":
-            return None
-        wanted = shop.goal["options"]
-        wanted = [] if forgetful else wanted.values() if isinstance(wanted, dict) else wanted
-        for value, name in shop.option_names(shop.item).items():
-            if value in wanted and name not in shop.options and "[" not in value:
-                return f"choose {name}", f"click[{value}]"
-        return "buy it", "click[buy now]"
-
-
-class WebShopHuman(WebShop):
-    """WebShop with its goals written by people."""
-
-    goals = "human"
-
-
 # ------------------------------------------------------------------- the environments by name
 
-ENVS = {"house": House, "alfworld": AlfWorld, "webshop": WebShop, "webshop-human": WebShopHuman}
-OPTIONS = "data", "places", "objects"  # flags that only some environments have
+# An environment is named by MODULE:CLASS, or by a class itself. Some have short names, too:
+ENVS = {"house": "environments.house:House", "alfworld": "environments.alfworld:AlfWorld",
+        "webshop": "environments.webshop:WebShop",
+        "webshop-human": "environments.webshop:WebShopHuman"}
 
 
-def env_class(name) -> type[Env]:
-    """The class of an environment: one of ENVS, your own as MODULE:CLASS (imported from the working
-    directory, too), or a class itself. ValueError: there is none of this name."""
-    found = name if isinstance(name, type) else ENVS.get(name)
-    if not found:
-        added = [os.getcwd()] * (os.getcwd() not in sys.path)
-        sys.path += added
-        try:
-            found = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, or your own as "
-                             f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
-        finally:
-            for folder in added:
-                sys.path.remove(folder)
+def env_class(name: str | type[Env]) -> type[Env]:
+    """The class of an environment: of a short name; of MODULE:CLASS, which is imported from the
+    working directory, too; or the class itself. ValueError: there is none of this name."""
+    found = name if isinstance(name, type) else imported(name)
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment must inherit from envs.Env")
     for method in ("parse_action", "format_response"):
@@ -637,15 +428,37 @@ def env_class(name) -> type[Env]:
     return found
 
 
-def name_of(env) -> str:
-    """The name by which a run records its environment: that of ENVS, or a class's MODULE:CLASS."""
-    if not isinstance(env, type):
-        return env
-    names = [name for name, known in ENVS.items() if known is env]
-    return names[0] if names else f"{env.__module__}:{env.__qualname__}"
+def imported(name: str):
+    """What a short name or MODULE:CLASS names. ValueError: it cannot be imported."""
+    try:
+        with working_directory_importable():
+            return pkgutil.resolve_name(ENVS.get(name, name))
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"--env {name}: {error}; known: {', '.join(ENVS)}, or your own as "
+                         f"MODULE:CLASS in {os.getcwd()} or on PYTHONPATH") from error
 
 
-def make_env(name, horizon=None, **options) -> Env:
+@contextlib.contextmanager
+def working_directory_importable():
+    """Within this context, modules in the working directory can be imported, too."""
+    folder = os.getcwd()
+    if folder in sys.path:
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def name_of(name: str | type[Env]) -> str:
+    """The name by which a run records an environment: the short one, or MODULE:CLASS."""
+    long = f"{name.__module__}:{name.__qualname__}" if isinstance(name, type) else name
+    return next((short for short, known in ENVS.items() if known == long), long)
+
+
+def make_env(name: str | type[Env], horizon=None, **options) -> Env:
     """Makes an environment with options for its `flags`. ValueError: it does not take them."""
     env = env_class(name)
     try:
@@ -658,7 +471,7 @@ def make_env(name, horizon=None, **options) -> Env:
     return made
 
 
-def context_for(name, context=None) -> str:
+def context_for(name: str | type[Env], context=None) -> str:
     """How the past is shown to the model: as asked for, or as the environment is made for.
     ValueError: it has tools, and "window" is asked for."""
     env = env_class(name)
@@ -668,7 +481,7 @@ def context_for(name, context=None) -> str:
     return context or env.context
 
 
-def tasks(name, split: str, **options) -> list:
+def tasks(name: str | type[Env], split: str, **options) -> list:
     """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
     found, label = make_env(name, **options).tasks(split), getattr(name, "__name__", name)
     if found is None:
@@ -689,15 +502,18 @@ def options_for(settings: dict) -> dict:
     return {k: settings[k] for k in names if settings.get(k) is not None}
 
 
-def default_workers(name) -> int:
-    """Worker processes per rank: 0 for the house, whose steps take less time than a message, and
-    for a class that other processes cannot import, such as one of a notebook."""
-    return processes_per_rank() if name != "house" and is_importable(name) else 0
+def default_workers(name: str | type[Env]) -> int:
+    """Worker processes per rank: as many as the class says, and 0 for a class that other processes
+    cannot import, such as one of a notebook."""
+    workers = env_class(name).workers
+    if not is_importable(name):
+        return 0
+    return processes_per_rank() if workers is None else workers
 
 
-def Pool(name, options=None, workers=0) -> WorkerPool:
-    """Plays games of an environment, a name or a class, in `workers` processes or with 0 in this
-    one, with options for its `flags`."""
+def Pool(name: str | type[Env], options=None, workers=0) -> WorkerPool:
+    """Plays games of an environment in `workers` processes or with 0 in this one, with options for
+    its `flags`."""
     return WorkerPool("envs:make_env", name, env_class(name), options, workers)
 
 
@@ -745,4 +561,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    import envs as this_module  # the one that environments import: there is one class Env
+    this_module.main()

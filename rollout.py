@@ -27,27 +27,68 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from model import ActorCritic, float32_logits, load, make_batch, micro_batches, sample_token
-from runtime.attention import pieces_of_cache, uses_full_attention
+from hf.attention import (causal_inputs, check_attention, keys_and_values, pieces_of_cache,
+                          unsupported)
+from hf.verify import choose_decoding
+from model import (ActorCritic, float32_logits, load, make_batch, micro_batches,
+                   restricted_log_softmax, rows_of)
 from runtime.cli import progress
 from runtime.distributed import world_size
-from runtime.verify import check_against_reference, fast_way_is_right
+
+# ------------------------------------------------------------------------------- drawing a token
+
+BLOCK = 128  # vocabulary entries per block of sample_token
+
+
+def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (R, W) and uniform random numbers (R,) in [0, 1) -> tokens (R,), their log-probs (R,).
+    Temperature 0 is greedy.
+
+    The token is the first one whose cumulative probability is *above* u, so that a token of
+    probability 0 is never drawn. A scan over a whole vocabulary is slow on a GPU. So it first finds
+    the block of BLOCK tokens in which that one is, by the cumulative sum over blocks, and then the
+    token within it. The sums are float64."""
+    logits = logits if temperature in (0, 1) else logits / temperature
+    logp = restricted_log_softmax(logits, value_ids)
+    if temperature == 0:
+        token = logp.argmax(-1, keepdim=True)
+    else:
+        prob, missing = logp.exp(), -logp.shape[1] % BLOCK
+        prob = (F.pad(prob, (0, missing)) if missing else prob).unflatten(1, (-1, BLOCK))
+        cdf = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
+        below_one = 1 - 2 ** -40  # keeps the target below the total, which rounding could reach
+        target = u[:, None].double().clamp(max=below_one) * cdf[:, -1:]
+        block = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
+        inside = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double()
+        cdf_inside = inside.cumsum(-1)  # (R, BLOCK)
+        rest = target - F.pad(cdf, (1, 0)).gather(1, block)
+        rest = torch.minimum(rest, cdf_inside[:, -1:] * below_one)
+        token = block * BLOCK + torch.searchsorted(cdf_inside, rest, right=True)
+        token = token.clamp(max=logp.shape[1] - 1)  # NaN must not index out of bounds
+    return token[:, 0], logp.gather(1, token)[:, 0]
+
 
 # ----------------------------------------------------------------- the decode state, on the device
 
 class LayerCache:
-    """Keys and values of one layer, (R, S + 1, H', E). Padding is written to the last position."""
+    """Keys and values of one layer, (R, S + 1, H', E). Padding is written to the last position.
+
+    A forward pass is two steps: `address` says where the new tokens are written and what is read,
+    and then the layer itself calls `update`, as of a cache of transformers."""
 
     def __init__(self, keys, values):
-        self.keys, self.values = keys, values
-        self.prepare(None, None, None, None)
+        self.keys = keys
+        self.values = values
+        self.address(None, None, None, None)
 
-    def prepare(self, write_slots, write_positions, read_slots, read_length) -> None:
-        """What the next `update` does. It writes to these slots and positions, which broadcast to
-        (R, T), and reads the first read_length positions (0: none; None: all) of read_slots (R,)
-        or, if that is None, of the first R slots."""
-        self.write_slots, self.write_positions = write_slots, write_positions
-        self.read_slots, self.read_length = read_slots, read_length
+    def address(self, write_slots, write_positions, read_slots, read_length) -> None:
+        """The next `update` writes to these slots and positions, which broadcast to (R, T), and
+        reads the first read_length positions (0: none; None: all) of read_slots (R,) or, if that is
+        None, of the first R slots."""
+        self.write_slots = write_slots
+        self.write_positions = write_positions
+        self.read_slots = read_slots
+        self.read_length = read_length
 
     def update(self, k, v, *args, **kwargs):
         """Writes k, v (R, H', T, E) -> the keys and values to attend to, (R, H', S, E)."""
@@ -66,15 +107,20 @@ class DecodeState:
     captured as a CUDA graph. The model takes this object for its cache, so it has those methods of
     transformers' cache that decoders call."""
 
+    # what there is for each slot, beside the cache: attributes of these names
     TENSORS = ("hidden", "position", "num_generated", "active", "uniforms", "tokens", "logp",
                "readouts")
 
     def __init__(self, lm, max_new_tokens, temperature, is_stop):
         """No slots yet; dtypes and shapes are taken from a forward pass of the model. ValueError:
         the model does not support it."""
-        self.lm, self.max_new_tokens, self.temperature = lm, max_new_tokens, temperature
+        check_attention(lm.model)
+        self.lm = lm
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
         self.is_stop = is_stop  # (vocabulary,)
-        self.value_rows = lm.value_rows()  # a copy, by which V and Q are read
+        # V and Q are read by a copy, because captured graphs hold its address
+        self.value_rows = rows_of(lm.value_rows, (0, 1), trained=True)
         self.backbone = lm.model.base_model
         self.in_pieces = False  # whether decoding steps use attention_in_pieces
         zero = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
@@ -82,7 +128,7 @@ class DecodeState:
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
         self.layers = [LayerCache(keys[:0].transpose(1, 2).contiguous(),
                                   values[:0].transpose(1, 2).contiguous())
-                       for keys, values in keys_and_values(lm, out.get(self.cache_name))]
+                       for keys, values in keys_and_values(lm.model, out.get(self.cache_name))]
         self.max_length = 0  # S
         like = out.last_hidden_state
         self.hidden = like.new_zeros(0, like.shape[-1])  # (R, D) at the last token
@@ -104,12 +150,13 @@ class DecodeState:
             self.forward(zero, zero, kv_length=0)
             self.forward(zero, zero, kv_length=2)
         except (AttributeError, TypeError, LookupError, ValueError) as error:
-            raise unsupported(self.lm, "its forward pass needs another kind of KV cache: "
+            raise unsupported(self.lm.model, "its forward pass needs another kind of KV cache: "
                               f"{type(error).__name__}: {error}") from error
 
     def resize(self, slots: int, max_length: int) -> None:
         """Grows to `slots` slots of `max_length` positions, and keeps the contents."""
-        more, longer = slots - len(self.position), max_length - self.max_length
+        more = slots - len(self.position)
+        longer = max_length - self.max_length
         for layer in self.layers:  # one at a time, so that only one layer exists twice
             layer.keys = F.pad(layer.keys, (0, 0, 0, 0, 0, longer, 0, more))
             layer.values = F.pad(layer.values, (0, 0, 0, 0, 0, longer, 0, more))
@@ -117,13 +164,6 @@ class DecodeState:
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
         self.max_length = max_length
-
-    def set_value_rows(self, rows) -> None:
-        """From now on, V and Q are read by these rows, as of lm.value_rows(). They are copied,
-        because captured graphs hold the addresses."""
-        for mine, given in zip(self.value_rows, rows):
-            if mine is not None:
-                mine.copy_(given)
 
     def copy_slots(self, moves: list[tuple[int, int]], kv_length: int) -> None:
         """For every (target, source), copies slot source to slot target, up to position kv_length.
@@ -140,8 +180,8 @@ class DecodeState:
         right; slot, num_cached, length (R,): the first `length` tokens of a row follow the
         num_cached ones that its slot has already."""
         column = torch.arange(ids.shape[1], device=ids.device)
-        position = num_cached[:, None] + column
-        position = torch.where(column < length[:, None], position, self.max_length)
+        is_padding = column >= length[:, None]
+        position = (num_cached[:, None] + column).masked_fill(is_padding, self.max_length)
         hidden = self.forward(ids, position, kv_length, slot)
         hidden = hidden[torch.arange(len(ids), device=ids.device), length - 1]
         self.uniforms[slot, :-1] = uniforms
@@ -170,7 +210,7 @@ class DecodeState:
         index = torch.arange(len(ids), device=ids.device) if slots is None else slots
         in_pieces = self.in_pieces and slots is None
         for layer in self.layers:  # attention in pieces takes the whole cache
-            layer.prepare(index[:, None], position, slots, None if in_pieces else kv_length)
+            layer.address(index[:, None], position, slots, None if in_pieces else kv_length)
         if in_pieces:
             mask = pieces_of_cache(position[:, 0] + 1, kv_length, self.max_length + 1)
         elif kv_length:
@@ -178,16 +218,18 @@ class DecodeState:
             zeros = torch.zeros(unseen.shape, dtype=self.hidden.dtype, device=ids.device)
             mask = zeros.masked_fill(unseen, float("-inf"))
         else:
-            mask = self.lm.causal_kwargs(ids).get("attention_mask")
-        # padding is at position S, which may be more than the model has; any valid one will do
-        position_ids = position % min(self.max_length, self.lm.max_length)
+            mask = causal_inputs(self.lm.model, ids).get("attention_mask")
+        # padding is written to position S; the model may not have that one, so it is told another
+        position_ids = position.clamp(max=min(self.max_length, self.lm.max_length) - 1)
         return self.backbone(input_ids=ids, position_ids=position_ids, attention_mask=mask,
                              use_cache=True, **{self.cache_name: self}).last_hidden_state
 
     def update_state(self, n: int, token: torch.Tensor, hidden: torch.Tensor) -> None:
         """Advances the first n slots by their tokens (n,), whose hidden states (n, D) the model has
         computed, and ends those whose response is complete."""
-        active, num_generated = self.active[:n], self.num_generated[:n]  # views: changed in place
+        # two views of the state, which are changed in place
+        active = self.active[:n]
+        num_generated = self.num_generated[:n]
         self.hidden[:n] = hidden
         self.position[:n] += active
         num_generated += active
@@ -197,32 +239,12 @@ class DecodeState:
         self.readouts[:n, 1] = torch.where(ended, p_q, self.readouts[:n, 1])
         active &= ~ended
 
-    # ---- what decoders call of transformers' cache
+    # ---- what decoders call of transformers' cache (a compiled layer calls its LayerCache itself)
     def update(self, k, v, layer_idx, *args, **kwargs):
         return self.layers[layer_idx].update(k, v)
 
     def get_seq_length(self, layer_idx=0):
         return 0  # transformers asks for it only where no position_ids are given; we give them
-
-
-def keys_and_values(lm, cache) -> list:
-    """The (keys, values) of every layer of a model's own cache after one token, (1, H', 1, E) each.
-    ValueError: it does not have this form."""
-    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None))
-              for layer in getattr(cache, "layers", ())]
-    for pair in layers:
-        if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in pair) or not (
-                pair[0].shape[:3] == pair[1].shape[:3] == (1, pair[0].shape[1], 1)):
-            raise unsupported(lm, "its KV cache is not keys and values of (rows, heads, positions, "
-                              "size of a head) in every layer")
-    if not layers:
-        raise unsupported(lm, f"its KV cache, {type(cache).__name__}, has no layers")
-    return layers
-
-
-def unsupported(lm, why: str) -> ValueError:
-    return ValueError(f"the kv engine does not support {type(lm.model).__name__}, use --engine hf: "
-                      f"{why}")
 
 
 def to_device_async(numbers, device) -> torch.Tensor:
@@ -275,27 +297,36 @@ class Sampler:
     max_new_tokens: the maximum length of a response. limit: the maximum length of a
     sequence without its response, the smaller of max_prompt and what the model's context leaves.
     ValueError where the kv engine does not support a model: it is compared with plain forward
-    passes, unless check=False."""
+    passes, unless check=False; with check=None only if no sampler of this kind was before."""
 
     def __init__(self, lm: ActorCritic, engine: str = "kv", context: str = "window",
                  max_new_tokens: int = 512, temperature: float = 1.0, compile: bool = False,
-                 max_prompt: int | None = None, check: bool = True):
+                 max_prompt: int | None = None, check: bool | None = True):
         if engine not in ("kv", "hf") or context not in ("window", "full"):
             raise ValueError(f"engine {engine!r}, context {context!r}; known: kv, hf; window, full")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1; it is {max_new_tokens}")
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite; it is {temperature}")
-        self.lm, self.engine, self.context = lm, engine, context
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.lm = lm
+        self.engine = engine
+        self.context = context
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new_tokens)
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
         self.tokens_encoded = self.tokens_sampled = self.steps = 0
-        self.read_value_rows = lm.value_rows  # a method; the check replaces it by one of its own
         self.forget()
         if engine == "kv":
-            self.set_up(lm.device.type == "cuda", compile, check)
+            self.gpu = lm.device.type == "cuda"
+            self.sync_interval = 4 if self.gpu else 1  # decoding steps between snapshots
+            self.lag = 1 if self.gpu else 0  # how many snapshots the host is behind
+            self.prefill_tokens = 16384 if self.gpu else 2048  # padded tokens per forward pass
+            with torch.no_grad():
+                self.state = DecodeState(lm, max_new_tokens, temperature, self.is_stop)
+            # sets decode_step, which does decode_one_token in a fast way or in the plain one
+            choose_decoding(self, compile, check)
 
     # ---- what the caller uses
     def add(self, key, sequence: list[int], uniforms=None) -> None:
@@ -397,8 +428,12 @@ class Sampler:
 
     def decode(self, steps):
         """Prefills what waits, then decodes until a response is finished, or for `steps` steps
-        (rounded up to sync_interval). On a GPU the host reads the previous snapshot, which is
-        complete by then; so a finished slot decodes up to 2 * sync_interval tokens of padding."""
+        (rounded up to sync_interval).
+
+        After every sync_interval steps a snapshot of the slots begins to be copied to the host. On
+        a CPU it is read at once. On a GPU it is read one round later (`lag`), because it is
+        complete by then, and the host need not wait. So a finished slot decodes up to
+        2 * sync_interval tokens of padding."""
         if self.waiting:
             self.prefill()
         for _ in range(0, steps, self.sync_interval):
@@ -411,8 +446,11 @@ class Sampler:
 
     def prefill(self):
         """Gives slots to the waiting sequences, and prefills what is new of them."""
-        waiting, self.waiting = self.waiting, []
-        self.state.set_value_rows(self.read_value_rows())  # they may have been trained since
+        waiting = self.waiting
+        self.waiting = []
+        # they may have been trained since; in place, because captured graphs read the copy
+        for copied, p in zip(self.state.value_rows.parameters(), self.lm.value_rows.parameters()):
+            copied.copy_(p)
         for sequence in waiting:
             if sequence not in self.slots:
                 if None not in self.slots:
@@ -432,7 +470,6 @@ class Sampler:
         """One forward pass over [(new ids, sequence)]."""
         if self.gpu and len(chunk) == 1:  # the same twice: one row would be compiled separately
             chunk = [chunk[0], chunk[0]]
-        device = self.lm.device
         new, sequences = zip(*chunk)
         slot = [self.slots.index(sequence) for sequence in sequences]
         num_cached = [sequence.num_cached for sequence in sequences]
@@ -440,9 +477,9 @@ class Sampler:
         kv_length = max(map(sum, zip(num_cached, length))) if any(num_cached) else 0
         _, kv_length = self.round_up(1, kv_length)
         ids = pad_sequence([torch.tensor(x) for x in new], batch_first=True)
-        ids = to_device_async(ids, device)
-        slot, num_cached, length = to_device_async([slot, num_cached, length], device)
-        uniforms = to_device_async(np.stack([s.uniforms for s in sequences]), device)
+        ids = to_device_async(ids, self.lm.device)
+        slot, num_cached, length = to_device_async([slot, num_cached, length], self.lm.device)
+        uniforms = to_device_async(np.stack([s.uniforms for s in sequences]), self.lm.device)
         self.state.prefill(ids, slot, num_cached, length, uniforms, kv_length)
 
     def step(self):
@@ -481,10 +518,11 @@ class Sampler:
         if event:
             event.synchronize()
         finished = []
-        keep = dict.fromkeys(range(self.num_active))  # a set with an order
+        keep = dict.fromkeys(range(self.num_active))  # slots, as a set with an order
         for i, (sequence, is_active) in enumerate(zip(sequences, active.tolist())):
-            seen_before = sequence.response is not None  # in an earlier snapshot
-            if is_active or seen_before:
+            # with a lag, a slot that an earlier snapshot showed as finished is in this one, too
+            handed_out = sequence.response is not None
+            if is_active or handed_out:
                 continue
             n = num_generated[i].item()
             v, q = value[i].tolist()
@@ -503,15 +541,16 @@ class Sampler:
 
     # ---- where sequences are, and how large the decode state is
     def compact(self, keep):
-        """Swaps the slots `keep` into [0, len(keep)). What was there, idle conversations in "full",
-        takes their old slots: with keep = [0, 2, 3], slots a b c d become a d c b."""
+        """Brings the slots `keep`, which are decoded from now on, into [0, len(keep)): each of them
+        that lies behind changes places with one in front that is not kept (a free slot or, in
+        "full", an idle conversation). With keep = [0, 2, 3], slots a b c d become a d c b."""
         self.num_active = len(keep)
-        source = [*range(len(self.slots))]  # for each slot, the one that it takes over
-        gaps = sorted(set(range(self.num_active)) - set(keep))
+        not_kept = sorted(set(range(self.num_active)) - set(keep))
         behind = [slot for slot in keep if slot >= self.num_active]
-        for gap, slot in zip(gaps, behind):
-            source[gap] = slot
-            source[slot] = gap
+        source = [*range(len(self.slots))]  # for each slot, the one whose contents it gets
+        for front, back in zip(not_kept, behind):
+            source[front] = back
+            source[back] = front
         self.slots = [self.slots[slot] for slot in source]
         moves = [(target, slot) for target, slot in enumerate(source)
                  if target != slot and self.slots[target] is not None]
@@ -529,7 +568,7 @@ class Sampler:
         size = self.round_up(max(slots, had[0]), max(longest, had[1]))
         if size != had:
             state.resize(*size)
-            self.make_decode_step()
+            self.decode_step = self.new_decode_step()  # captured graphs hold the old addresses
 
     def round_up(self, n, kv_length):
         """On a GPU, rounds numbers of slots and positions up, so that there are few sizes to
@@ -539,55 +578,6 @@ class Sampler:
         step = 2 if n <= 2 else 4 if n <= 16 else 16
         wide = 256 if kv_length <= 4096 else 1024
         return -(-n // step) * step, -(-kv_length // wide) * wide
-
-    # ---- how it computes
-    @torch.no_grad()
-    def set_up(self, gpu, compile, check):
-        """Makes the decode state, which computes in the fast way if it has one and that is right,
-        else in the plain way. lm.fast_sampling remembers which."""
-        self.gpu, self.compile = gpu, compile
-        self.sync_interval = 4 if gpu else 1  # decoding steps between snapshots
-        self.lag = 1 if gpu else 0  # how many snapshots the host is behind
-        self.prefill_tokens = 16384 if gpu else 2048  # padded tokens per forward pass of a prefill
-        backbone = self.lm.model.base_model
-        rope = str(getattr(backbone.config, "rope_parameters", ""))
-        if not uses_full_attention(backbone) or "'dynamic'" in rope or "'longrope'" in rope:
-            raise unsupported(self.lm, "not every layer attends to all previous tokens, or the "
-                              "rotary embedding depends on the sequence length")
-        self.state = DecodeState(self.lm, self.max_new_tokens, self.temperature, self.is_stop)
-        way = (self.context, compile)
-        has_fast_way = gpu or compile
-        if not check:
-            self.accelerate(has_fast_way and self.lm.fast_sampling.get(way, True))
-            return
-        self.accelerate(has_fast_way)
-        fast = has_fast_way and fast_way_is_right(self)
-        if not fast:
-            self.accelerate(False)
-            if error := check_against_reference(self):
-                raise unsupported(self.lm, error)
-        self.lm.fast_sampling[way] = fast
-
-    def accelerate(self, fast):
-        """From now on, decodes in the fast way or in the plain one. The fast way captures decoding
-        steps as CUDA graphs on a GPU; with `compile`, it compiles the layers, and on a GPU attends
-        in pieces if the model has 16 bits. The plain way runs the model as it is."""
-        state = self.state
-        self.captures = fast and self.gpu
-        state.backbone = self.lm.model.base_model
-        if fast and self.compile:
-            from runtime.compile import compiled_layers  # here: it configures the compiler
-            state.backbone = compiled_layers(state.backbone)
-        is_16_bit = state.hidden.dtype in (torch.float16, torch.bfloat16)
-        state.in_pieces = fast and self.compile and self.gpu and is_16_bit
-        self.make_decode_step()
-
-    def make_decode_step(self):
-        """To be called after every resize, too: captured graphs hold the old addresses."""
-        self.decode_step = self.decode_one_token
-        if self.captures:
-            from runtime.compile import CudaGraphs
-            self.decode_step = CudaGraphs(self.decode_one_token)
 
 
 # ------------------------------------------------------------------- the hf engine: transformers
@@ -633,7 +623,8 @@ def generate_with_hf(sampler: Sampler) -> list:
         model.config._attn_implementation = attention
     sampled = [[i for i in row if i != pad] for row in out[:, ids.shape[1]:].tolist()]
     samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(prompts, sampled)]
-    v_q = lm.r_max * torch.stack(lm.score(make_batch(samples).to(lm.device))[2:], 1)  # (R, 2)
+    scores = lm.score(make_batch(samples).to(lm.device))
+    v_q = lm.r_max * torch.stack([scores.p_v, scores.p_q], 1)  # (R, 2)
     sampler.tokens_encoded += sum(map(len, prompts))
     sampler.steps += len(logps)
     rows = zip(sequences, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
@@ -643,8 +634,8 @@ def generate_with_hf(sampler: Sampler) -> list:
 # ---------------------------------------------------------------------------------------- episodes
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
-# Streams of random numbers: each use has its own. EVALUATION must stay the last one, because
-# tools/prompted.py also uses EVALUATION + 1, + 2, ...
+# Streams of random numbers: each use has its own. From EVALUATION on, every number is one of an
+# evaluation: tools/prompted.py plays a game several times, by EVALUATION + 1, + 2, ...
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
@@ -702,14 +693,17 @@ def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:
     return np.random.default_rng([*seed, traj, turn]).random(n, dtype=np.float32)
 
 
+GAME, MODEL = "game", "model"  # whose answer an episode waits for
+
+
 def play_episode(traj, task, sampler, pool, seed, make_messages):
-    """Plays one game -> (its turns, its PromptBuilder). This is a generator: after a request to the
-    game or the sampler it yields, and `trajectories` sends it the answer."""
-    lm = sampler.lm
-    turns, tools = [], pool.env.tool_schemas()
+    """Plays one game -> (its turns, its PromptBuilder). This is a generator, so that many episodes
+    can be played side by side: after a request to the game or to the model it yields GAME or MODEL,
+    and `trajectories` sends it the answer."""
+    lm, turns, tools = sampler.lm, [], pool.env.tool_schemas()
     conversation = []  # in "full", the token ids so far
     pool.start(traj, task)
-    obs, info = yield  # the game's answer
+    obs, info = yield GAME
     builder = pool.env.prompt_builder(obs, info)
     while not (turns and turns[-1].done):
         for messages in make_messages(traj, turns, builder):  # from the longest to the shortest
@@ -723,11 +717,11 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
             break
         u = uniform_numbers(seed, traj, len(turns), sampler.max_new_tokens)
         sampler.add(traj, conversation + ids, u)
-        response = yield  # the sampler's Response
+        response = yield MODEL
         text = lm.text(response.ids)
         action, valid = pool.parse_action(lm.chat.response_prefix + text)
         pool.step(traj, action)
-        obs, reward, terminated, truncated, info = yield  # the game's answer
+        obs, reward, terminated, truncated, info = yield GAME
         turns.append(Turn(
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=reward,
@@ -776,6 +770,13 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first
     sampler.forget()
+
+    def go_on(traj, answer):
+        """Sends an episode the answer it waits for, up to its next request. StopIteration: it is
+        over."""
+        if playing[traj].send(answer) == GAME:
+            pending.append((traj, sampler.steps))
+
     with progress(label, unit="turns") as bar:
         while waiting or playing:
             if interrupted and interrupted():
@@ -786,26 +787,26 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
             while waiting and len(playing) < (max_num_seqs or len(tasks)):
                 traj, task = waiting.pop(0)
                 playing[traj] = play_episode(traj, task, sampler, pool, seed, make_messages)
-                playing[traj].send(None)  # it starts its game
-                pending.append((traj, sampler.steps))
+                go_on(traj, None)  # up to its first request
             pool.load([task for _, task in waiting[:16]])  # in the background
-            # until the oldest request is due; if there is none, as long, so that `interrupted` is
-            # asked often enough
+
+            # decode until the oldest request is due; if there is none, for as many steps, so that
+            # `interrupted` is asked often enough
             oldest = pending[0][1] if pending else sampler.steps
-            next_due = oldest + ENV_LATENCY_STEPS
-            for traj, response in sampler.run(next_due - sampler.steps):
-                playing[traj].send(response)  # it acts
+            steps = oldest + ENV_LATENCY_STEPS - sampler.steps
+            for traj, response in sampler.run(steps):
+                go_on(traj, response)
                 bar.update()
-                pending.append((traj, sampler.steps))
-            # answers to collect: all, if more episodes wait for games than for the model; else the
-            # oldest, which come first in `pending`
+
+            # collect the games' answers: all of them if more episodes wait for games than for the
+            # model, else those that are due. `pending` is in the order of the requests
             all_due = len(pending) > sampler.busy
             due = [traj for traj, step in pending
                    if all_due or step + ENV_LATENCY_STEPS <= sampler.steps]
-            pending = pending[len(due):]
+            del pending[:len(due)]
             for traj, answer in zip(due, pool.gather(due)):
                 try:
-                    playing[traj].send(answer)  # it asks the sampler
+                    go_on(traj, answer)
                 except StopIteration as finished:
                     del playing[traj]
                     over = len(tasks) - len(waiting) - len(playing)

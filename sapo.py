@@ -38,52 +38,57 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
 
     All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the
     turn (terminated or truncated: both are terminal), V_old and Q_old in units of return. Turns may
-    be in any order and may be duplicated (by padding a batch, for example). The value after a
-    trajectory's last known turn is 0. ValueError: shapes differ, turns are missing in the middle of
-    a trajectory, or two turns with one index differ in anything."""
+    be in any order, and one turn may be given several times, as where a batch is filled up with
+    copies. The value after a trajectory's last known turn is 0. ValueError: shapes differ, turns
+    are missing in the middle of a trajectory, or two copies of a turn differ in anything."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
         raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
-    v_old, turn = v_old.to(torch.promote_types(v_old.dtype, torch.float32)), turn.long()
+    dtype = torch.promote_types(v_old.dtype, torch.float32)
     if len(traj) == 0:
-        return v_old.clone(), v_old.clone(), v_old.clone()
+        return tuple(v_old.new_zeros(3, 0, dtype=dtype))
 
-    ids, row = traj.long().unique(return_inverse=True)
-    # the first and last turn of each trajectory
-    first = torch.empty_like(ids).scatter_reduce(0, row, turn, "amin", include_self=False)
-    last = torch.empty_like(ids).scatter_reduce(0, row, turn, "amax", include_self=False)
-    col, longest = turn - first[row], int((last - first).max()) + 1
-
-    # (N,) -> (trajectories, longest + 1): a row per trajectory, a column per turn. The last column
-    # stays 0, the value after the last turn
-    def table(x):
-        grid = v_old.new_zeros(len(ids), longest + 1)
-        grid[row, col] = x.to(v_old.dtype)
-        return grid
-
-    gaps = table(torch.ones_like(reward)).sum(1) < last - first + 1
+    # each turn once, ordered by trajectory and then by index; `copy_of` (N,) finds a given turn
+    keys, copy_of = torch.stack([traj.long(), turn.long()]).unique(dim=1, return_inverse=True)
+    ids, row, length = keys[0].unique_consecutive(return_inverse=True, return_counts=True)
+    last = length.cumsum(0) - 1  # where a trajectory's last turn is among them
+    first = last - length + 1
+    gaps = keys[1, last] - keys[1, first] + 1 > length
     if gaps.any():
         raise ValueError("turn_targets: turns are missing in the middle of trajectories "
                          f"{ids[gaps].tolist()[:8]}")
-    columns = {"rewards": reward, "ends": done, "V": v_old, "Q": q_old}
-    r, d, v, q = map(table, columns.values())
-    for grid, (name, x) in zip((r, d, v, q), columns.items()):
-        if ((grid[row, col] != x.to(grid.dtype)) & ~x.isnan()).any():
-            raise ValueError(f"turn_targets: two turns of one number have different {name}")
+    column = torch.arange(len(row), device=row.device) - first[row]
+
+    def table(x, name):
+        """(N,) -> (trajectories, turns of the longest + 1), filled up with zeros. So the last
+        column is the value after the last turn."""
+        x = x.to(dtype)
+        grid = x.new_zeros(len(ids), int(length.max()) + 1)
+        grid[row[copy_of], column[copy_of]] = x
+        if not torch.equal(grid[row[copy_of], column[copy_of]].nan_to_num(), x.nan_to_num()):
+            raise ValueError(f"turn_targets: two copies of a turn have different {name}")
+        return grid
+
+    r, d = table(reward, "rewards"), table(done, "ends")
+    v, q = table(v_old, "V"), table(q_old, "Q")
     adv = torch.zeros_like(v)
-    for t in reversed(range(longest)):
+    for t in reversed(range(v.shape[1] - 1)):
         delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4
         adv[:, t] = delta + gamma * lam * (1 - d[:, t]) * adv[:, t + 1]  # Eq. 5  # SAPO: over turns
     y_v = v + adv  # Eq. 6: the lambda-return
     y_q = r.clone()
     y_q[:, :-1] += gamma * (1 - d[:, :-1]) * q[:, 1:]  # Eq. 6  # SAPO: on-policy SARSA target for Q
-    return adv[row, col], y_v[row, col], y_q[row, col]
+    return tuple(x[row[copy_of], column[copy_of]] for x in (adv, y_v, y_q))
 
 
 def discounted_returns(traj: Tensor, turn: Tensor, reward: Tensor, *, gamma: float) -> Tensor:
     """The discounted return from each turn to the end of its trajectory, (N,): GAE with V = 0 and
     lambda = 1."""
-    zeros = torch.zeros_like(reward)  # `done` too: after the last turn there is no value anyway
-    return turn_targets(traj, turn, reward, zeros, zeros, zeros, gamma=gamma, lam=1.0)[0]
+    no_value = torch.zeros_like(reward)
+    # an end would cut off a bootstrap, and with no values there is none
+    never_done = torch.zeros_like(reward)
+    returns, _, _ = turn_targets(traj, turn, reward, never_done, no_value, no_value, gamma=gamma,
+                                 lam=1.0)
+    return returns
 
 
 @torch.no_grad()
@@ -98,18 +103,19 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
     group         torch.distributed process group that shares mean and std (None: this rank only)"""
     check_shapes(adv, invalid, valid)
     is_turn = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
-    adv64 = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
-    adv64 = torch.where(is_turn > 0, adv64, 0.0)
+    penalized = adv.double() if invalid is None else adv.double() - c_inv * invalid.double()
+    penalized = torch.where(is_turn > 0, penalized, 0.0)
 
-    def total(x):
+    def over_all_ranks(x):
         if group is not None:
             dist.all_reduce(x, group=group)
         return x
 
-    count, mean = total(torch.stack([is_turn.sum(), (is_turn * adv64).sum()])).unbind()
-    mean = mean / count.clamp(min=1)  # before the variance, to avoid cancellation
-    variance = total((is_turn * (adv64 - mean) ** 2).sum()) / count.clamp(min=1)
-    normalized = (adv64 - mean) / (variance.sqrt() + eps)  # Eq. 7
+    sums = over_all_ranks(torch.stack([is_turn.sum(), (is_turn * penalized).sum()]))
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / count  # before the variance, to avoid cancellation
+    variance = over_all_ranks((is_turn * (penalized - mean) ** 2).sum()) / count
+    normalized = (penalized - mean) / (variance.sqrt() + eps)  # Eq. 7
     return torch.where(is_turn > 0, normalized, 0.0).to(float_dtype(adv))
 
 
@@ -133,11 +139,12 @@ def check_shapes(*tensors) -> None:
         raise ValueError(f"tensors must have one shape; these have {shapes}")
 
 
-def denominator(denom, mask, x):
+def denominator(denom, mask: Tensor | None, x: Tensor):
     """What a loss over x divides its sum by: `denom`, or the number of entries, at least 1."""
     if denom is not None:
         return denom
-    return max(1, x.numel()) if mask is None else mask.bool().sum().clamp(min=1)
+    entries = torch.ones_like(x, dtype=torch.bool) if mask is None else mask.bool()
+    return entries.sum().clamp(min=1)
 
 
 def safe_max(x: Tensor) -> Tensor:
@@ -197,18 +204,19 @@ def kl_loss(logp: Tensor, logp_ref: Tensor, mask: Tensor | None = None, *, denom
 
 def actor_loss(logp: Tensor, entropy: Tensor, *, logp_old: Tensor, logp_ref: Tensor | None,
                adv: Tensor, mask: Tensor | None = None, clip: float = 0.2, beta: float = 0.01,
-               c_h: float = 0.001, tokens=None) -> tuple[Tensor, dict]:
+               c_h: float = 0.001, denom=None) -> tuple[Tensor, dict]:
     """The terms of Eq. 12 that concern the policy: L_policy + beta KL - c_h H -> (loss, info). All
-    tensors have one shape, (M,) or (B, T); logp_ref may be None if beta is 0."""
+    tensors have one shape, (M,) or (B, T). logp_ref may be None if beta is 0; the KL is then not
+    measured, and 0 in `info`."""
     if beta and logp_ref is None:
         raise ValueError("the KL term (beta > 0) needs logp_ref")
     check_shapes(logp, entropy, logp_ref, mask)
-    tokens = denominator(tokens, mask, logp)
-    loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=tokens)
-    logp_ref = logp.detach() if logp_ref is None else logp_ref  # the KL is then 0
-    token_kl = k3(masked(mask, logp), masked(mask, logp_ref))
-    kl = token_kl.sum() / tokens
-    h = masked(mask, entropy).sum() / tokens
+    denom = denominator(denom, mask, logp)
+    loss_policy, info = policy_loss(logp, logp_old, adv, mask, clip=clip, denom=denom)
+    token_kl = torch.zeros_like(logp) if logp_ref is None else (
+        k3(masked(mask, logp), masked(mask, logp_ref)))
+    kl = token_kl.sum() / denom
+    h = masked(mask, entropy).sum() / denom
     loss = loss_policy + beta * kl - c_h * h
     parts = {"loss_policy": loss_policy, "kl": kl, "entropy": h,
              "kl_max": safe_max(token_kl)}  # heavy-tailed, so the mean hides a lot
@@ -219,19 +227,19 @@ def sapo_loss(logp: Tensor, entropy: Tensor, p_v: Tensor, p_q: Tensor, *, logp_o
               logp_ref: Tensor | None, adv: Tensor, p_v_old: Tensor, p_q_old: Tensor, y_v: Tensor,
               y_q: Tensor, mask: Tensor | None = None, valid: Tensor | None = None,
               clip: float = 0.2, clip_v: float = 0.2, clip_q: float = 0.2, c_v: float = 0.5,
-              c_q: float = 0.25, beta: float = 0.01, c_h: float = 0.001, tokens=None,
-              turns=None) -> tuple[Tensor, dict]:
+              c_q: float = 0.25, beta: float = 0.01, c_h: float = 0.001, denom_tokens=None,
+              denom_turns=None) -> tuple[Tensor, dict]:
     """Eq. 12 -> (loss, info).
 
     Per token, (M,) or (B, T): log-probs and entropy of the current policy, log-probs of the
     behaviour policy (logp_old) and of the reference (None if beta is 0), advantages, and a mask.
     Per turn, (N,): current and old readouts, targets / R_max, and which turns are not padding.
-    `tokens` and `turns` are the numbers of them in the whole mini-batch, by which the losses are
-    divided (default: those of what is given here)."""
+    denom_tokens and denom_turns: `denom` of the policy's and of the values' losses, the numbers of
+    tokens and of turns in the whole mini-batch (default: those of what is given here)."""
     loss, info = actor_loss(logp, entropy, logp_old=logp_old, logp_ref=logp_ref, adv=adv, mask=mask,
-                            clip=clip, beta=beta, c_h=c_h, tokens=tokens)
-    loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=turns)
-    loss_q, info_q = value_loss(p_q, p_q_old, y_q, clip=clip_q, valid=valid, denom=turns)
+                            clip=clip, beta=beta, c_h=c_h, denom=denom_tokens)
+    loss_v, info_v = value_loss(p_v, p_v_old, y_v, clip=clip_v, valid=valid, denom=denom_turns)
+    loss_q, info_q = value_loss(p_q, p_q_old, y_q, clip=clip_q, valid=valid, denom=denom_turns)
     loss = loss + c_v * loss_v + c_q * loss_q  # Eq. 12  # SAPO: one loss, one model
     info |= {f"v_{k}": x for k, x in info_v.items()} | {f"q_{k}": x for k, x in info_q.items()}
     parts = {"loss": loss, "loss_v": loss_v, "loss_q": loss_q}

@@ -1,8 +1,8 @@
 """The methods that SAPO is compared with, as learners: `train.py --algo NAME` takes them from here.
 
     grpo, rloo, gigpo, gigpo-nostd, empg    GroupBased: several trajectories of each task
-    sapo-separate                           SeparateCritic: V from a second model, and no Q
-    ppo                                     PPO as in verl-agent, with a separate critic
+    ppo-turns                               PPO with GAE over turns, as in SAPO: PPOTurns
+    ppo                                     PPO as in verl-agent: one response is one episode
 
 What is not overridden is SAPO's: rollouts, mini-batches, the policy's loss, the optimizer. The
 penalty --c_inv is subtracted from the reward in ppo and, in the group-based methods, from the
@@ -10,6 +10,8 @@ finished advantage, in that advantage's units.
 A separate critic adds to the log: skipped_steps_critic, grad_norm_critic, loss_critic, and the
 seconds of its values and its update, time_values and time_critic. In ppo, V explains the
 undiscounted return of the episode.
+
+A method's short name is in training/settings.py.
 """
 import copy
 from dataclasses import replace
@@ -24,20 +26,20 @@ from runtime.checkpoint import read_tensors
 from runtime.distributed import all_gather_list, process_group, rank
 from sapo import actor_loss, discounted_returns, normalize_advantages, value_loss
 from train import (Learner, Targets, accumulate_gradients, denominators, load_shards,
-                   make_optimizer, optimizer_step)
+                   optimizer_step, set_lr)
 
 
 class PolicyLearner(Learner):
     """The terms of Eq. 12 that concern the policy: the model's own V and Q are not trained."""
 
     unused = ("critic_lr", "gamma", "gae_lambda", "c_v", "c_q")
-    trains_values = False
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
-        c, m = self.config, micro.tokens
-        return actor_loss(*self.lm.score(micro)[:2], logp_old=old.logp[m], adv=targets.adv[m],
+        c, m = self.config, micro.token_slice
+        scores = self.lm.score(micro.batch)
+        return actor_loss(scores.logp, scores.entropy, logp_old=old.logp[m], adv=targets.adv[m],
                           logp_ref=None if ref is None else ref[m], clip=c.clip, beta=c.beta,
-                          c_h=c.c_h, tokens=n_tokens)
+                          c_h=c.c_h, denom=n_tokens)
 
 
 # ------------------------------------------------------------------------- group-based methods
@@ -74,7 +76,7 @@ class GroupBased(PolicyLearner):
         adv = self.estimate(traj, turn, group, state, reward.double(), entropy)
         mine = adv[torch.tensor(owner) == rank()].to(zeros) - c.c_inv * batch.invalid
         returns = discounted_returns(batch.traj, batch.turn, batch.reward, gamma=c.gamma)
-        return Targets(mine[batch.turn_of], None, None, zeros, zeros, returns)
+        return Targets(mine[batch.turn_of_token], None, None, zeros, zeros, returns)
 
     def turn_entropy(self, batch, old) -> torch.Tensor:
         """(N,) the policy's entropy, its mean over the tokens of a turn; 0 where it is not used."""
@@ -118,8 +120,8 @@ class EMPG(GRPO):
         super().__init__(lm, config)
 
     def turn_entropy(self, batch, old):
-        sums = torch.zeros_like(batch.reward).index_add(0, batch.turn_of, old.entropy)
-        return sums / batch.turn_of.bincount()
+        sums = torch.zeros_like(batch.reward).index_add(0, batch.turn_of_token, old.entropy)
+        return sums / batch.turn_of_token.bincount()
 
     def estimate(self, traj, turn, group, state, reward, entropy):
         adv = super().estimate(traj, turn, group, state, reward, entropy)
@@ -151,19 +153,20 @@ class Critic(torch.nn.Module):
         return self(batch)[length.cumsum(0) - length]
 
 
-class SeparateCritic(PolicyLearner):
-    """SAPO's turn-level targets, with V from a second model and without Q. In `old`, p_v is the
-    critic's V / R_max before each turn, (N,), and p_q is 0."""
+class PPOTurns(PolicyLearner):
+    """PPO with GAE over turns: SAPO's targets, with V from a second model, the critic, and without
+    Q. In `old`, p_v is the critic's V / R_max before each turn, (N,), and p_q is 0."""
 
     unused = ("c_v", "c_q")
 
     def __init__(self, lm, config):
         super().__init__(lm, config)
         self.critic = Critic(lm)
-        self.critic_optimizer = make_optimizer(self.critic, config)
+        trained = [p for p in self.critic.parameters() if p.requires_grad]
+        self.critic_optimizer = self.make_optimizer([trained], config.critic_lr)
 
     def critic_values(self, micro) -> torch.Tensor:
-        return self.critic.of_turns(micro)
+        return self.critic.of_turns(micro.batch)
 
     @torch.no_grad()
     def score_behaviour_policy(self, batch, minibatches):
@@ -177,18 +180,19 @@ class SeparateCritic(PolicyLearner):
         return self.lm.r_max * old.p_v, self.lm.r_max * old.p_q
 
     def step(self, minibatch, old, ref, targets, iteration):
-        lr = self.config.critic_lr * self.lr_factor(iteration)  # before the step is counted
+        lr_factor = self.lr_factor(iteration)  # before the step is counted
         metrics = super().step(minibatch, old, ref, targets, iteration)
         n_tokens, n_turns = denominators(minibatch)
         infos = accumulate_gradients(
-            self.critic, minibatch, self.config.gradient_checkpointing,
+            self.critic, self.critic_optimizer, minibatch, self.config.gradient_checkpointing,
             lambda micro: (self.critic_loss(micro, old, targets, n_tokens, n_turns), {}))
-        info = optimizer_step(self.critic, self.critic_optimizer, infos, lr)
+        set_lr(self.critic_optimizer, lr_factor)
+        info = optimizer_step(self.critic_optimizer, infos)
         self.clock.record("critic")
         return metrics | {f"{name}_critic": x for name, x in info.items()}
 
     def critic_loss(self, micro, old, targets, n_tokens, n_turns):
-        n = micro.turns
+        n = micro.turn_slice
         return value_loss(self.critic_values(micro), old.p_v[n], targets.y_v[n],
                           clip=self.config.clip, denom=n_turns)[0]
 
@@ -206,10 +210,11 @@ class SeparateCritic(PolicyLearner):
     def restore(self, folder):
         super().restore(folder)
         self.critic.load_state_dict(read_tensors(folder / "critic.pt"))
-        load_shards(self.critic_optimizer, folder, "critic")
+        shards = [read_tensors(path) for path in sorted(folder.glob("critic-*.pt"))]
+        load_shards(self.critic_optimizer, shards, f"{folder}/critic-*.pt")
 
 
-class PPO(SeparateCritic):
+class PPO(PPOTurns):
     """PPO as in verl-agent: every turn is rewarded at its end with the whole episode's return, less
     the penalty for invalid actions, and GAE with gamma = lambda = 1 runs over the tokens of that
     turn alone. So a token's advantage is that reward minus its value, whitened over all tokens. In
@@ -219,13 +224,13 @@ class PPO(SeparateCritic):
     unused = ("gamma", "gae_lambda", "c_v", "c_q")
 
     def critic_values(self, micro):
-        return self.critic(micro)
+        return self.critic(micro.batch)
 
     def targets(self, batch, old):
         c, value, r_max = self.config, old.p_v, self.lm.r_max
         returns = episode_returns(batch.traj, batch.reward)
         reward = (returns - c.c_inv * batch.invalid) / r_max
-        lengths = batch.turn_of.bincount()[:, None]  # (N, 1)
+        lengths = batch.turn_of_token.bincount()[:, None]  # (N, 1)
         longest = max([c.max_new_tokens, *(len(turn.logp) for turn in batch.turns)])
         mask = torch.arange(longest, device=value.device) < lengths  # (N, T)
         table = torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value)
@@ -235,10 +240,6 @@ class PPO(SeparateCritic):
         return Targets(adv, y_v, None, v, torch.zeros_like(v), returns)
 
     def critic_loss(self, micro, old, targets, n_tokens, n_turns):
-        m = micro.tokens
+        m = micro.token_slice
         return value_loss(self.critic_values(micro), old.p_v[m], targets.y_v[m],
                           clip=self.config.clip, denom=n_tokens)[0]
-
-
-LEARNERS = {"sapo-separate": SeparateCritic, "ppo": PPO, "grpo": GRPO, "rloo": RLOO,
-            "gigpo": GiGPO, "gigpo-nostd": GiGPOWithoutStd, "empg": EMPG}

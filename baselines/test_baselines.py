@@ -8,15 +8,15 @@ import random
 import pytest
 import torch
 
-import train
 from baselines.estimators import (empg_advantages, gigpo_advantages, grpo_advantages,
                                   rloo_advantages, token_gae)
 from baselines.learners import Critic
 from model import make_batch
 from rollout import Sampler, rollout
+from runtime.testing import (CONTEXTS, SEEDS, a_case, advantages, close, near, on_the_cpu,
+                             prepared, randn, random_model, tensor, whitened)
 from sapo import turn_targets
-from test_sapo import (CONTEXTS, SEEDS, a_case, advantages, close, near, on_the_cpu, prepared,
-                       randn, random_model, tensor, whitened)  # on_the_cpu is used automatically
+from training.settings import learner_class
 
 # ------------------------------------------------------------------------------------ estimators
 
@@ -160,7 +160,6 @@ def test_token_gae_matches_a_loop(seed):
             close(adv[b], tensor(expected))
             close(target[b], torch.where(mask[b], value[b] + adv[b], 0.0))
 
-
 # -------------------------------------------------------------------------------------- learners
 
 @CONTEXTS
@@ -184,9 +183,9 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
     case = prepared(tmp_path, "--algo", "ppo", "--context", context, "--critic_lr", 1e-3)
     targets, total = case.targets, returns_by_loop(
         [(t.traj, 0, 0, 0, t.reward) for t in case.batch.turns])
-    values = torch.cat([case.learner.critic(m) for mini in case.minibatches for m in mini])
+    values = torch.cat([case.learner.critic(m.batch) for mini in case.minibatches for m in mini])
     score = tensor([total[t.traj] - 0.1 * t.invalid for t in case.batch.turns]) / 10
-    score = score[case.batch.turn_of]  # of each token, with gamma = lambda = 1
+    score = score[case.batch.turn_of_token]  # of each token, with gamma = lambda = 1
     assert values.any() and case.old.p_v.equal(values.detach())
     near(targets.y_v, score.float())
     near(targets.adv.double(), whitened(score - values))
@@ -196,7 +195,7 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("algo", ["ppo", "sapo-separate"])
+@pytest.mark.parametrize("algo", ["ppo", "ppo-turns"])
 def test_critic_of_a_16_bit_model_learns(tmp_path, algo):
     lm = random_model("qwen2", 1, dtype=torch.bfloat16)
     case = prepared(tmp_path, "--algo", algo, lm=lm)
@@ -217,7 +216,7 @@ def test_critic_has_its_own_learning_rate(tmp_path):
 
 def test_group_of_different_tasks_is_refused():
     lm, ids, pool, config = a_case()
-    learner = train.learner_class("grpo")(lm, dataclasses.replace(config, algo="grpo"))
+    learner = learner_class("grpo")(lm, dataclasses.replace(config, algo="grpo"))
     sampler = Sampler(lm, max_new_tokens=8)
     with pytest.raises(ValueError, match="group of 4 trajectories has different tasks"):
         learner.learn(rollout(sampler, ids[:4], pool), 0)
@@ -226,9 +225,9 @@ def test_group_of_different_tasks_is_refused():
 
 @CONTEXTS
 def test_v_comes_from_a_separate_critic(tmp_path, context):
-    case = prepared(tmp_path, "--context", context, "--algo", "sapo-separate")
+    case = prepared(tmp_path, "--context", context, "--algo", "ppo-turns")
     targets, count = case.targets, len(case.batch.turns)
-    values = torch.cat([case.learner.critic(m) for mini in case.minibatches for m in mini])
+    values = torch.cat([case.learner.critic(m.batch) for mini in case.minibatches for m in mini])
     # before the response alone
     v = torch.stack([case.of_turn(n, values)[0] for n in range(count)]).detach()
     near(case.old.p_v, v)

@@ -39,9 +39,11 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         self.state_dtype = state_dtype
         self.failed_steps = 0  # how many of the latest in a row were skipped by the caller
-        params = self.param_groups[0]["params"]
-        self.owner = partition_params([p.numel() for p in params])
-        for n, p in enumerate(params):
+        # all parameters, in the order of state_dict(), and the group of each
+        self.params = [p for group in self.param_groups for p in group["params"]]
+        self.group_of = [group for group in self.param_groups for _ in group["params"]]
+        self.owner = partition_params([p.numel() for p in self.params])
+        for n, p in enumerate(self.params):
             if state_dtype == torch.float32:
                 p.grad_dtype = torch.float32
             if self.owner[n] == rank():
@@ -52,12 +54,11 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        group, = self.param_groups
-        for n, p in enumerate(group["params"]):
+        for n, p in enumerate(self.params):
             if p.grad is not None and self.owner[n] == rank():
-                self.update(p, group, n)
+                self.update(p, self.group_of[n], n)
         for owner in range(world_size() if world_size() > 1 else 0):
-            owned = [p.data for n, p in enumerate(group["params"]) if self.owner[n] == owner]
+            owned = [p.data for n, p in enumerate(self.params) if self.owner[n] == owner]
             in_buckets(owned, lambda flat: dist.broadcast(flat, owner))
 
     def update(self, p, group, n):
@@ -90,7 +91,7 @@ class AdamW(torch.optim.Optimizer):
     def load_shard(self, states: dict) -> None:
         """Copies this rank's partition out of one rank's saved state_dict()["state"]. Call it with
         the shards of all ranks that saved; their number may differ from today's."""
-        for n, p in enumerate(self.param_groups[0]["params"]):
+        for n, p in enumerate(self.params):
             if n in states and self.owner[n] == rank():
                 self.state[p]["step"] = states[n]["step"]
                 for key in self.state[p].keys() - {"step"}:

@@ -9,11 +9,7 @@ import pytest
 
 from runtime import checkpoint
 from runtime.checkpoint import RunDir
-
-
-def checkpoints(run):
-    """{finished iterations: folder} of a run's checkpoints, by their names."""
-    return {checkpoint.iterations_of(path): path for path in run.glob("checkpoint-*[0-9]")}
+from runtime.testing import checkpoints, on_ranks, on_the_cpu
 
 
 SETTINGS = {"save_every": 1, "algo": "sapo", "seed": 0, "env": "house", "model": "tiny"}
@@ -99,3 +95,31 @@ def test_default_run_name_has_the_settings_that_differ_from_their_defaults():
                         ({"model": "a/b c/", "algo": "ppo", "lr": 0.5}, "house-b_c-ppo-lr=0.5-0"),
                         ({"env": "mine:Room"}, "Room-tiny-0")):
         assert checkpoint.default_run_name(given, usual, {"iterations", "out"}) == name
+
+
+def lock_in_separate_folders(rank, folder):
+    os.makedirs(folder / str(rank))
+    os.chdir(folder / str(rank))
+    with pytest.raises(ValueError, match="rank 1 does not see what rank 0 writes to run"):
+        with checkpoint.RunDir("run").lock(False):
+            pass
+
+
+def test_ranks_without_a_shared_folder_are_refused(tmp_path):
+    on_ranks(lock_in_separate_folders, 2, tmp_path)
+
+
+def test_run_remembers_every_commit_that_took_part(tmp_path, monkeypatch):
+    run, names = checkpoint.RunDir(tmp_path / "run"), iter("aba")
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "versions", lambda: {"git": next(names)})
+    for newest in (None, run.newest_checkpoint(), run.newest_checkpoint()):
+        run.begin(SETTINGS, newest)
+    assert run.settings()["git"] == "a, b"
+
+
+def test_out_cannot_be_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file: name a folder"):
+        with checkpoint.RunDir(tmp_path / "file").lock(True):
+            pass

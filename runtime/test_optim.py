@@ -56,5 +56,3 @@ def test_optimizer_state_is_split_evenly_over_ranks(monkeypatch, size):
     kept = [sum(n for n, kept_by in zip(sizes, owner) if kept_by == r) for r in range(size)]
     assert len(owner) == len(sizes) and sum(kept) == sum(sizes)
     assert max(kept) < max(1.02 * sum(sizes) / size, 1.0001 * sizes[0])
-
-

@@ -7,9 +7,10 @@ import pytest
 
 import envs
 import train
+from environments.house import House
 from envs import Pool, default_workers, make_env, tasks
+from runtime.testing import GAMES, MY_ENV, a_pool, on_the_cpu, run_main
 from runtime.workers import as_command
-from test_sapo import MY_ENV, a_pool, on_the_cpu, run_main  # on_the_cpu is used automatically
 
 
 def side_by_side(pool, ids, disturb=lambda turn: None):
@@ -156,11 +157,11 @@ def test_command_that_no_response_can_give_is_refused():
     Own.format_response = lambda thought, action: f"{thought} {action}"
     assert as_command("north", Own) == "north"
     with pytest.raises(ValueError, match="read as 'select name', .*lower case"):
-        as_command("SELECT Name", envs.House)
+        as_command("SELECT Name", House)
 
 
 def test_workers_cannot_import_a_class_of_the_main_module():
-    Mine = type("Mine", (envs.House,), {"__module__": "__main__"})
+    Mine = type("Mine", (House,), {"__module__": "__main__"})
     with pytest.raises(ValueError, match="put the class into a module"):
         Pool(Mine, workers=1)
 
@@ -188,3 +189,46 @@ def test_a_worker_does_not_import_torch(tmp_path, monkeypatch):
         pool.gather([0])
         pool.step(0, "north")
         assert len(pool.gather([0])[0]) == 5
+
+
+def test_commands_in_a_set_are_sorted():
+    class Mine(House):
+        def info(self):
+            return super().info() | {"admissible": {*super().info()["admissible"]}}
+
+    answers = []
+    for env in (House, Mine):
+        pool = Pool(env)
+        pool.start(0, GAMES[0])
+        answers += pool.gather([0])
+    assert answers[0] == answers[1]
+
+
+def test_task_and_category_of_the_first_info_hold_for_the_episode():
+    class Dice(envs.Env):
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("6 dice", {"task": "roll", "category": "low"})
+        step = lambda self, action: ("a 5", 0.0, False, action == "end", {})
+
+    pool = Pool(Dice)
+    pool.start(0, 1)
+    (_, first), = pool.gather([0])
+    for action in "roll", "end":
+        pool.step(0, action)
+        *_, info = pool.gather([0])[0]
+        assert {**info, "won": False} == first and info["category"] == "low"
+
+
+@pytest.mark.parametrize("reward", [None, "1", float("nan"), float("inf"), 1e39, [1.0]])
+def test_reward_that_is_no_number_is_named(reward):
+    class Bad(envs.Env):
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("?", {})
+        step = lambda self, action: ("?", reward, False, False, {})
+
+    pool = Pool(Bad)
+    pool.start(0, 1)
+    pool.gather([0])
+    pool.step(0, "x")
+    with pytest.raises(envs.GameError, match="reward is .*, not a finite number"):
+        pool.gather([0])

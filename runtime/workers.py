@@ -1,6 +1,6 @@
 """A pool of processes that play an environment's games, and the checks of what it answers.
 
-    pool = WorkerPool("envs:make_env", "alfworld", envs.AlfWorld, workers=4)       is envs.Pool
+    pool = WorkerPool("envs:make_env", name, env_class(name), workers=4)       is envs.Pool
     pool.start(key, task);  pool.step(key, action);  pool.gather(keys)
 
 "envs:make_env" names the function that makes an environment. Every process imports it by that name,

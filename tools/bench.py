@@ -28,14 +28,16 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import eval as evaluation
 import train
-from baselines.learners import PPO, SeparateCritic
-from model import actor_critic, load, resolve_model
+from baselines.learners import PPO, PPOTurns
+from hf.attention import grouped_query_attention, pieces_of_cache
+from hf.loading import resolve_model
+from model import actor_critic, load
 from rollout import End, Sampler, Turn
-from runtime.attention import grouped_query_attention, pieces_of_cache
 from runtime.checkpoint import peak_memory, versions
 from runtime.cli import Parser, choose_threads, one_line_errors, parser_for
 from runtime.distributed import init_distributed
 from tools.imitate import random_tiny, tiny_tokenizer
+from training.settings import learner_class, parse
 
 # --------------------------------------------------------------------- models and their FLOPs
 
@@ -294,14 +296,14 @@ def iteration_main(argv):
     about = "Seconds per phase of an iteration. It takes train.py's flags, too."
     given, rest = parser_for(IterationFlags, about).parse_known_args(argv)
     args = IterationFlags(**vars(given))
-    config = train.filled(train.parse_config([*rest, "--max_new_tokens", str(4 * args.response)]))
+    config = parse([*rest, "--max_new_tokens", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
     lm = random_model(config.model, getattr(torch, config.dtype), config.seed)
     choose_threads(lm.model)
     describe(lm, config.model, config.dtype)
     lm, words = with_stops(lm, args.response)
-    lm = train.apply_speed_and_memory_settings(lm, config)
-    learners = {config.algo: (learner := train.learner_class(config.algo)(lm, config))}
+    learners = {config.algo: (learner := learner_class(config.algo)(lm, config))}
+    lm = learner.lm  # compiled, if config says so
     if args.ppo and config.algo != "ppo":
         learners["ppo"] = rival = PPO(lm, dataclasses.replace(config, algo="ppo"))
         # it shares the policy's optimizer and reference, so that the memory of both fits
@@ -331,7 +333,7 @@ def iteration_main(argv):
 def print_phases(lm, config, args, seconds, turns):
     """The runtime table of the paper."""
     _, minibatches = train.make_minibatches(turns, config, 0, torch.device("cpu"))
-    batches = [micro for minibatch in minibatches for micro in minibatch]
+    batches = [micro.batch for minibatch in minibatches for micro in minibatch]
     real, scored, processed, squares = (sum(map(int, column)) for column in zip(*(
         (b.length.sum(), len(b.turn_of), b.ids.numel(), (b.length ** 2).sum()) for b in batches)))
     print(f"{config.model}, {config.dtype}, {config.context}: {config.batch_size} trajectories of "
@@ -367,7 +369,7 @@ def print_memory(lm, learners, peak):
         state = 2 if learner.config.optim_state_dtype == "bfloat16" else 4  # bytes per number
         per_parameter = size + max(size, state) + 2 * state + (4 if size == 2 else 0)
         trained = sum(p.numel() for p in lm.model.parameters())
-        if isinstance(learner, SeparateCritic):
+        if isinstance(learner, PPOTurns):
             trained += sum(p.numel() for p in learner.critic.backbone.parameters())
         reference = sum(p.numel() for p in lm.model.parameters()) * bool(learner.config.beta)
         kept[algo] = trained * per_parameter + reference * size

@@ -11,8 +11,8 @@ admissible. `--model random`, the default, is a small model that is made here, i
 The paper has no such phase, and larger pretrained models do not need it.
 
 Your own environment needs a demonstrator, advice(forgetful) -> (thought, command) or None. The
-forgetful one may leave out what training should discover. tools/frozen_lake.py is an example, and
-tools/sql_agent.py one whose actions are calls of tools.
+forgetful one may leave out what training should discover. environments/frozen_lake.py is an
+example, and environments/sql_agent.py one whose actions are calls of tools.
 """
 import contextlib
 import dataclasses
@@ -40,17 +40,22 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import envs
 import eval as evaluation
 import train
-from envs import AlfWorld, House
-from model import (Chat, actor_critic, float32_logits, load, make_batch, micro_batches,
-                   recommended_settings, restricted_log_softmax)
+from environments.alfworld import AlfWorld
+from environments.house import ALWAYS, HOUSEHOLD, OBJECTS, OTHERS, PLACES, House
+from environments.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
+from environments.webshop import SEP
+from hf.chat import Chat
+from hf.loading import sapo_json_of
+from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
+                   restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
 from runtime.workers import as_info, as_observation, obs_text
-from simulators.house import OBJECTS, PLACES
-from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
+from training.run import with_speed_and_memory_settings
+from training.settings import FINITE, check_ranges
 
 # --------------------------------------------------------------- the tiny model and its tokenizer
 
@@ -70,8 +75,7 @@ TEMPLATE = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + 
 
 def prompt_phrases():
     """What prompts consist of, beside what is filled in."""
-    prompts = (envs.FIRST, envs.LATER, envs.PAST, envs.COMMANDS, envs.ALWAYS, envs.OTHERS,
-               envs.SAME_WAY)
+    prompts = (envs.FIRST, envs.LATER, envs.PAST, envs.COMMANDS, envs.SAME_WAY, ALWAYS, OTHERS)
     return [part for text in prompts for part in re.split(r"\{\w+\}", text)]
 
 
@@ -85,7 +89,7 @@ def tiny_tokenizer():
               "toiletpaperhanger tvstand wateringcan").split()
     nouns = types + [f"{t} {i}" for t in types for i in (1, 2, 3, 4)]
     fixed = [part.strip(" .,:'[]") for text in prompt_phrases() for part in text.split("\n")]
-    phrases = sorted({*fixed, *PHRASES, envs.HOUSEHOLD, envs.ANSWER} - {""})
+    phrases = sorted({*fixed, *PHRASES, HOUSEHOLD, envs.ANSWER} - {""})
     letters, numbers = [chr(c) for c in range(32, 127)], [str(n) for n in range(100)]
     control = ["<|pad|>", "<|unknown|>", "<|user|>", "<|assistant|>", "<|end|>"]
     spelled = letters + [f"##{c}" for c in letters] + [f"## {n}" for n in numbers]
@@ -159,7 +163,7 @@ def tokenizer_for(config, flags):
     does, a command that every game has, and what prompts and responses consist of beside what is
     filled in."""
     env, chat = envs.env_class(config.env), Chat(bpe_tokenizer())
-    games, same, responses, phrases = [], [], [], {*prompt_phrases(), env.role, f"'{envs.SEP}'"}
+    games, same, responses, phrases = [], [], [], {*prompt_phrases(), env.role, f"'{SEP}'"}
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     for task in evaluation.evenly_spaced(ids, 256 * flags.vocabulary // 4000):
         if turns := demonstrate_here(config, flags, (config.seed, 0), task):
@@ -184,10 +188,9 @@ def tokenizer_for(config, flags):
 def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=False,
                 **readouts):
     """A randomly initialized model, by default of about 0.2 M parameters; a wider one, or one with
-    more tokens, has more. Without `copies` its embeddings are untied, and the rows of w+ and w- are
-    0, so that V = Q = 0 at the start. The architecture is Qwen2's, but under the name SeedOss,
-    because transformers would replace the tokenizer of a Qwen2 model. `readouts`: r_max, tau_v or
-    value_tokens, as for model.actor_critic.
+    more tokens, has more. Without `copies` its embeddings are untied. The architecture is Qwen2's,
+    but under the name SeedOss, because transformers would replace the tokenizer of a Qwen2 model.
+    `readouts`: r_max, tau_v or value_tokens, as for model.actor_critic.
 
     With `copies`, for learn_to_copy, the embeddings are tied, so that the model can also say a
     token that it never had to say before, and the heads of its first layer begin by looking one and
@@ -207,7 +210,6 @@ def random_tiny(seed=0, dtype=torch.float32, tokenizer=None, width=64, copies=Fa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.lm_head.weight.data[-2:] = 0
     if copies:
         look_back(model.model.layers[0].self_attn)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -512,8 +514,9 @@ def batches(lm, games, contexts, config, flags, mapper=map, first=0):
 
 def train_step(model, optimizer, micros, loss_of, lr, gradient_checkpointing=False):
     """Returns what train.optimizer_step returns, among it the loss."""
-    infos = train.accumulate_gradients(model, micros, gradient_checkpointing, loss_of)
-    info = train.optimizer_step(model, optimizer, infos, lr)
+    infos = train.accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_of)
+    optimizer.param_groups[0]["lr"] = lr
+    info = train.optimizer_step(optimizer, infos)
     optimizer.zero_grad()  # see train.Learner.free_gradients
     return info
 
@@ -621,8 +624,8 @@ class Flags:
                          # new in every task
 
     def __post_init__(self):
-        train.check_ranges(self, ((0, train.FINITE, "steps copy_steps"), (1, train.FINITE, "batch"),
-                                  (8, train.FINITE, "width")))
+        check_ranges(self, ((0, FINITE, "steps copy_steps"), (1, FINITE, "batch"),
+                            (8, FINITE, "width")))
         if self.width % 8 or self.copy_steps and self.width < 64:
             raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 64; "
                              f"it is {self.width}")
@@ -647,20 +650,21 @@ def parse(argv=None):
     """Flags -> (train.py's Config, Flags). ValueError: they cannot be used."""
     parser = parser_for(
         Flags, "Imitation learning before Algorithm 1. The demonstrator is the method "
-        "advice(forgetful) -> (thought, command) of --env; see tools/frozen_lake.py. These flags "
-        f"of train.py are allowed, too: {', '.join(sorted(SHARED))}. "
+        "advice(forgetful) -> (thought, command) of --env; see environments/frozen_lake.py. These "
+        f"flags of train.py are allowed, too: {', '.join(sorted(SHARED))}. "
         f"A small model, such as one made here, has other defaults: {SMALL_FLAGS}.")
     given_flags, rest = parser.parse_known_args(argv)
     given = vars(parser_for(train.Config, "").parse_args(rest))
     given = {"env": "house", "model": "random"} | given
     given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
     random_model = given["model"] == "random"
-    small = (SMALL_SETTINGS | envs.env_class(given["env"]).recommended if random_model else
-             recommended_settings(given["model"], given["env"]))
+    env = envs.env_class(given["env"])
+    small = (SMALL_SETTINGS | env.recommended if random_model else
+             sapo_json_of(given["model"], env.tiny_model).get("settings", {}))
     if envs.context_for(given["env"], given.get("context")) == "full":
         # its max_prompt is meant for single prompts
         small = {name: value for name, value in small.items() if name != "max_prompt"}
-    config = train.filled(train.settings(**(small | given)))
+    config = train.settings(**(small | given))
     renames = {"text_weight": 0.0} if getattr(given_flags, "rename", False) else {}
     flags = Flags(**(SMALL_FLAGS if small else {}) | renames | vars(given_flags))
     if world_size() > 1:
@@ -694,7 +698,7 @@ def main():
                "fewer")
         dtype = getattr(torch, config.dtype)
         if flags.resume:
-            lm = load(config.out, env=config.env, dtype=dtype)
+            lm = load(config.out, dtype=dtype)
         elif config.model == "random":
             tokenizer = tokenizer_for(config, flags) if makes_tokenizer(config.env) else None
             lm = random_tiny(config.seed, dtype, tokenizer, flags.width, flags.copy_steps > 0,
@@ -703,10 +707,10 @@ def main():
             lm.recommended = (SMALL_SETTINGS | envs.env_class(config.env).recommended
                               | {"max_new_tokens": config.max_new_tokens})  # no response is cut
         else:
-            lm = load(config.model, env=config.env, dtype=dtype, value_tokens=config.value_tokens,
-                      r_max=config.r_max, tau_v=config.tau_v)
+            lm = load(config.model, tiny=envs.env_class(config.env).tiny_model, dtype=dtype,
+                      value_tokens=config.value_tokens, r_max=config.r_max, tau_v=config.tau_v)
         choose_threads(lm.model)
-        lm = train.apply_speed_and_memory_settings(lm, config)
+        lm = with_speed_and_memory_settings(lm, config)
         if flags.copy_steps and config.model == "random" and not flags.resume:
             learn_to_copy(lm, flags.copy_steps, flags.lr, config.seed)
         workers = envs.default_workers(config.env)

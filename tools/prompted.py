@@ -103,16 +103,16 @@ class Endpoint:
         response_prefix="", encode_user_turn=list,
         encode_messages=lambda messages, before, tools: list(envs.obs_text(messages))))
 
-    def __init__(self, args):
+    def __init__(self, settings):
         import openai
-        self.url, self.max_new_tokens = args.endpoint, args.max_new_tokens
-        self.limit = 4 * args.max_prompt  # a token has about four characters
+        self.url, self.max_new_tokens = settings.endpoint, settings.max_new_tokens
+        self.limit = 4 * settings.max_prompt  # a token has about four characters
         self.requests, self.steps = {}, 0
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client requires one
         client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=6, timeout=300)
         self.create = functools.partial(
-            client.chat.completions.create, model=args.model, temperature=args.temperature,
-            max_tokens=args.max_new_tokens)
+            client.chat.completions.create, model=settings.model, temperature=settings.temperature,
+            max_tokens=settings.max_new_tokens)
 
     @property
     def busy(self):

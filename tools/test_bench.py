@@ -6,7 +6,7 @@ import torch
 
 import train
 from model import load
-from test_sapo import check_run, on_the_cpu, random_model, run_main  # on_the_cpu: automatically
+from runtime.testing import check_run, on_the_cpu, random_model, run_main
 from tools import bench
 
 

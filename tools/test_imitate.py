@@ -12,13 +12,14 @@ import torch
 
 import envs
 import train
+from environments import frozen_lake
 from envs import make_env, tasks
+from hf.chat import Chat
+from model import load, make_batch
 from runtime.checkpoint import ROOT
-from model import Chat, load, make_batch
-from test_sapo import on_the_cpu, random_model, run_main  # on_the_cpu is used automatically
-from tools import frozen_lake, imitate
+from runtime.testing import TRIAL, needs_package, on_the_cpu, random_model, run_main, small_game
+from tools import imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
-from simulators.test_textworld import TRIAL, needs_package, small_game
 
 
 def test_the_forgetful_demonstrator_fails_at_everything_but_pick():
@@ -67,7 +68,7 @@ def test_imitation_loss_is_weighted_cross_entropy():
 
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_random_commands_are_not_imitated(context):
-    config, lm = train.parse_config(["--horizon", "6"]), random_tiny()
+    config, lm = train.parse(["--horizon", "6"]), random_tiny()
     for task in tasks("house", "train")[:4]:
         turns = demonstrate(make_env("house", horizon=6), task, 7, noise=0.5)
         assert any(turn.label != turn.executed for turn in turns)
@@ -125,7 +126,7 @@ def test_frozen_lake_is_learned_with_the_commands_of_the_readme(tmp_path, monkey
     """With half as many steps."""
     monkeypatch.chdir(tmp_path)
     commands = [line.split("  ")[0].split()[2:] for line in open(f"{ROOT}/README.md")
-                if line.startswith("python t") and "tools.frozen_lake:FrozenLake" in line]
+                if line.startswith("python t") and "environments.frozen_lake:FrozenLake" in line]
     run_main(imitate, monkeypatch, *commands[0], "--steps", 150)
     run_main(train, monkeypatch, *commands[1], "--iterations", 24, "--save_every", 24)
     result = json.loads(next((tmp_path / "runs").glob("FrozenLake-*/eval.json")).read_text())
@@ -165,7 +166,7 @@ def test_bpe_keeps_every_text_and_encodes_words_alike_wherever_they_are():
 def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
     lake = frozen_lake.FrozenLake
     monkeypatch.setattr(frozen_lake, "WAYS", {"Up-Left": (-1, -1), **frozen_lake.WAYS})
-    config, flags = imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
+    config, flags = imitate.parse(["--env", "environments.frozen_lake:FrozenLake"])
     tokenizer = imitate.tokenizer_for(config, flags)
     lm = random_tiny(tokenizer=tokenizer)
     split = lambda text: [tokenizer.decode([i]) for i in lm.chat.encode(text)]
@@ -184,7 +185,7 @@ def test_tiny_model_has_the_vocabulary_of_its_environment(monkeypatch):
     assert split("I look to: north") == ["I", "look", " ", "to: ", "north"]
     monkeypatch.delattr(lake, "advice")
     with pytest.raises(ValueError, match="no demonstrator"):
-        imitate.parse(["--env", "tools.frozen_lake:FrozenLake"])
+        imitate.parse(["--env", "environments.frozen_lake:FrozenLake"])
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -225,12 +226,13 @@ def test_copying_is_learned(capsys):
 
 
 def test_copying_comes_before_imitation(tmp_path, monkeypatch, capsys):
-    run_main(imitate, monkeypatch, "--env", "tools.frozen_lake:FrozenLake", "--horizon", 4,
+    run_main(imitate, monkeypatch, "--env", "environments.frozen_lake:FrozenLake", "--horizon", 4,
              "--copy_steps", 2, "--steps", 1, "--batch", 4, "--out", tmp_path / "lake")
     assert "after 2 steps of copying" in capsys.readouterr().out
     lm = load(str(tmp_path / "lake"))
     assert lm.model.config.tie_word_embeddings and lm.recommended["max_new_tokens"] == 16
-    assert not lm.head.weight[list(lm.value_ids)].any()  # V = Q = 0
+    assert not lm.value_rows.weight.any()  # V = Q = 0
+    assert not lm.head.weight[list(lm.value_ids)].any()
 
 
 def test_the_environments_own_tokens_are_those_that_cannot_be_copied():
@@ -264,8 +266,8 @@ def test_renaming_keeps_what_is_repeated():
 
 
 def test_imitation_with_renamed_words(tmp_path, monkeypatch):
-    argv = ["--env", "tools.frozen_lake:FrozenLake", "--horizon", 4, "--rename", "--steps", 1,
-            "--batch", 4, "--out", tmp_path / "lake"]
+    argv = ["--env", "environments.frozen_lake:FrozenLake", "--horizon", 4, "--rename",
+            "--steps", 1, "--batch", 4, "--out", tmp_path / "lake"]
     _, flags = imitate.parse([*map(str, argv)])
     assert flags.rename and flags.text_weight == 0  # random words cannot be predicted
     assert imitate.parse([*map(str, argv), "--text_weight", "0.5"])[1].text_weight == 0.5
@@ -280,7 +282,7 @@ def test_imitation_with_renamed_words(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--width 128", "--vocabulary 8000", "--copy_steps 10"])
 def test_a_model_that_exists_is_not_made_otherwise(flag):
-    given = ["--env", "tools.frozen_lake:FrozenLake", *flag.split()]
+    given = ["--env", "environments.frozen_lake:FrozenLake", *flag.split()]
     with pytest.raises(ValueError, match=f"{flag.split()[0]} is of a model that is made here"):
         imitate.parse(["--model", f"{ROOT}/results/tiny-house", *given])
     assert imitate.parse(given)[0].model == "random"

@@ -9,7 +9,7 @@ import pytest
 
 from envs import Pool, make_env, tasks
 from rollout import Response
-from test_sapo import on_the_cpu, run_main  # on_the_cpu is used automatically
+from runtime.testing import on_the_cpu, run_main  # used automatically
 from tools import prompted
 from tools.prompted import Endpoint, run_trials
 

@@ -1,9 +1,10 @@
-"""torch.compile and CUDA graphs, which change results by rounding only. runtime/verify.py compares
+"""torch.compile and CUDA graphs, which change results by rounding only. hf/verify.py compares
 them with the plain model before they are used.
 
     compiled           a function, compiled as one graph for all shapes
     compiled_layers    a model's backbone, layer by layer
     CudaGraphs         a decoding step, captured once for each size and replayed
+    accelerate         lets a rollout.Sampler decode with these, or without
 """
 import copy
 import importlib
@@ -126,3 +127,22 @@ class CudaGraphs:
                 self.step(n, kv_length)
         self.memory = graph.pool()  # graphs run one at a time, so they can share memory
         return graph
+
+
+def accelerate(sampler, fast: bool, compile: bool) -> None:
+    """From now on, a rollout.Sampler decodes in the fast way or in the plain one. The fast way
+    captures decoding steps as CUDA graphs on a GPU; with `compile`, it compiles the layers, and on
+    a GPU attends in pieces if the model has 16 bits. The plain way runs the model as it is."""
+    state = sampler.state
+    state.backbone = sampler.lm.model.base_model
+    if fast and compile:
+        state.backbone = compiled_layers(state.backbone)
+    is_16_bit = state.hidden.dtype in (torch.float16, torch.bfloat16)
+    state.in_pieces = fast and compile and sampler.gpu and is_16_bit
+
+    def new_decode_step():  # called after every resize, too
+        step = sampler.decode_one_token
+        return CudaGraphs(step) if fast and sampler.gpu else step
+
+    sampler.new_decode_step = new_decode_step
+    sampler.decode_step = new_decode_step()

@@ -1,4 +1,4 @@
-"""Tests of runtime/compile.py."""
+"""Tests of hf/compile.py."""
 import contextlib
 import dataclasses
 import functools
@@ -7,11 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from model import make_batch
-from runtime import compile as compile_module
-from test_sapo import (CONTEXTS, GPU, as_on_a_gpu, gpu, gradient, on_the_cpu, play, random_model,
-                       same_tokens_and_values)
-from train import make_samples
+from hf import compile as compile_module
+from hf.verify import zero_gradients
+from runtime.testing import (CONTEXTS, GPU, as_on_a_gpu, batch_of, gpu, gradient, on_the_cpu, play,
+                             random_model, same_tokens_and_values)
 
 
 @pytest.mark.parametrize("error, again", [
@@ -77,19 +76,19 @@ def test_compiled_scoring_needs_few_graphs_for_all_layers_and_shapes(monkeypatch
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch._dynamo.reset()
     lm, found = random_model("qwen2", 3, layers=4), []
-    samples, graphs = make_samples(play(lm, "kv", "full", 1.0)[0], "window"), {}
-    batches = [make_batch([s[:2] for s in samples[n:n + 6]]) for n in (0, 6, 9)]
+    turns, graphs = play(lm, "kv", "full", 1.0)[0], {}
+    batches = [batch_of(turns[n:n + 6]) for n in (0, 6, 9)]
     for compile, chunk in ((False, 10 ** 6), (True, 10 ** 6), (True, 20)):
         scorer = dataclasses.replace(lm, compile=compile)
         scorer.chunk = chunk
         for n in range(2):
-            lm.model.zero_grad()
+            zero_gradients(lm)
             scores = [scorer.score(batch) for batch in batches]
             sum(x.sum() for some in scores for x in some).backward()
             with torch.no_grad():
                 torch.testing.assert_close(scorer.score(batches[1]), scores[1])
             graphs[chunk, compile, n] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        found.append((*scores, gradient(lm.model)))
+        found.append((*scores, gradient(lm)))
     for others in found[1:]:
         torch.testing.assert_close(others, found[0], atol=1e-4, rtol=1e-4)
     made = [*graphs.values()]
@@ -113,7 +112,7 @@ def test_decoding_runs_eagerly_where_memory_is_too_short_to_capture(monkeypatch,
 def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
     lm = random_model("qwen2", 1)
     on_cpu = play(lm, "kv", context, 1.0)[0]
-    lm = dataclasses.replace(lm, model=lm.model.cuda())
+    lm = dataclasses.replace(lm, model=lm.model.cuda(), value_rows=lm.value_rows.cuda())
     turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": compile})
     assert sampler.decode_step.graphs
     same_tokens_and_values(on_cpu, turns)

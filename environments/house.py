@@ -1,5 +1,5 @@
-"""The game of the built-in house: a small version of ALFWorld in plain Python, with the same
-commands and the same six types of tasks.
+"""The built-in house: a small version of ALFWorld in plain Python, with the same commands and the
+same six types of tasks.
 
     room = Room(places=5, objects=4)           the size of the house
     room.enter(task_ids("train")[0])           draws the room and its goal -> the first observation
@@ -8,14 +8,20 @@ commands and the same six types of tasks.
     room.won                                   whether the goal was reached
     room.expert()                              commands that win from here, or None
 
-envs.House makes an environment of a Room.
+    python envs.py                             play in it
+
+The file reads from the game to the prompts of household tasks, which ALFWorld has, too, and to
+House, the environment.
 """
 import copy
 import hashlib
 import itertools
 import random
 
-from simulators.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
+from environments.household_expert import APPLIANCES, LAMP, HouseholdExpert, type_of, verb_of
+from envs import REWARD, Env, PromptBuilder, quoted, tagged_action
+
+# ----------------------------------------------------------------------------------------- the game
 
 NOTHING = "Nothing happens."  # the answer to a command that cannot be used
 GOALS = {"pick_and_place_simple": "put a {obj} in {dest}.",
@@ -234,3 +240,83 @@ class Room(HouseholdExpert):
             twin.execute(plan[-1])
             twin.won = twin.achieved()
         return plan if plan and twin.won else None
+
+
+# ----------------------------------------------------------------------- prompts of household tasks
+
+HOUSEHOLD = "You live in a text world and solve one household task in it by typing commands."
+ALWAYS = "These commands always work, except to go where you already are: [{commands}]."
+OTHERS = "Other commands that work now: [{commands}]."
+CATEGORIES = {"pick_and_place_simple": "Pick", "look_at_obj_in_light": "Look",
+              "pick_clean_then_place_in_recep": "Clean", "pick_heat_then_place_in_recep": "Heat",
+              "pick_cool_then_place_in_recep": "Cool", "pick_two_obj_and_place": "Pick2"}
+
+
+class HouseholdPrompts(PromptBuilder):
+    """In a conversation, the commands that always work are listed only once."""
+
+    unlisted = ("help",)
+
+    def __init__(self, obs, info, *texts):
+        super().__init__(obs, info, *texts)
+        self.always = [c for c in self.listed() if c.startswith(("go to ", "inventory", "look"))]
+
+    def full_commands(self):
+        others = [c for c in self.listed() if c not in self.always]
+        others = OTHERS.format(commands=quoted(others))
+        if self.history:
+            return others
+        always = ALWAYS.format(commands=quoted(self.always))
+        return f"{always}\n{others}"
+
+
+# ---------------------------------------------------------------------------------- the environment
+
+class House(Env):
+    """A Room with `places` places and `objects` things to carry. A task id is a number as a string.
+    The default horizon fits 5 places; larger houses need a longer one, up to the expert's
+    min(4 * places, 50)."""
+
+    flags = ("places", "objects")
+    horizon = 20
+    held_out = ("test", 192)
+    categories = CATEGORIES
+    role = HOUSEHOLD
+    prompt_builder_class = HouseholdPrompts
+    workers = 0  # a step takes less time than a message to another process
+    eval_temperatures = (0.4, 1.0)
+
+    def __init__(self, places=5, objects=4):
+        self.room = Room(places, objects)
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
+
+    def tasks(self, split):
+        return task_ids(split)
+
+    def reset(self, task):
+        obs = self.room.enter(task)
+        self.steps = 0
+        return obs, self.info()
+
+    def info(self):
+        room = self.room
+        return {"admissible": room.actions(), "task": room.task, "category": room.category,
+                "won": room.won, "score": float(room.won)}
+
+    def step(self, action):
+        before = self.room.won
+        obs = self.room.act(action)
+        info = self.info()
+        self.steps += 1
+        truncated = self.steps >= self.horizon and not info["won"]
+        reward = REWARD if info["won"] and not before else 0.0
+        return obs, reward, info["won"], truncated, info
+
+    def expert(self):
+        return self.room.expert()
+
+    def advice(self, forgetful=False):
+        return self.room.advice(forgetful)

@@ -1,56 +1,13 @@
-"""Tests of the house, played through envs.House."""
-import random
-import re
+"""Tests of the house."""
+import subprocess
+import sys
 
 import pytest
 
-import envs
-from envs import make_env, tasks
-from simulators.house import GOALS, SIZES, Room
-
-INFO = {"admissible": list, "task": str, "category": str, "won": bool, "score": float}
-THING = r"[a-z]+ \d+"
-SEEN = rf"(nothing|a {THING}(, a {THING})*(, and a {THING})?)"
-VIEW = rf"(The {THING} is closed\.|(The {THING} is open\. In it|On the {THING}), you see {SEEN}\.)"
-SENTENCES = {  # ALFWorld's commands, and how it answers them
-    rf"go to {THING}": rf"You arrive at {THING}\. {VIEW}",
-    rf"open {THING}": rf"You open the {THING}\. {VIEW}",
-    rf"close {THING}": rf"You close the {THING}\.",
-    rf"take {THING} from {THING}": rf"You pick up the {THING} from the {THING}\.",
-    rf"move {THING} to {THING}": rf"You move the {THING} to the {THING}\.",
-    rf"use {THING}": rf"You turn on the {THING}\.",
-    rf"(clean|heat|cool) {THING} with {THING}":
-        rf"You (clean|heat|cool) the {THING} using the {THING}\.",
-    rf"examine {THING}": rf"({VIEW}|This is a (clean|(hot|cool|cold)( and clean)?) {THING}\.|"
-                         rf"There's nothing special about {THING}\.)",
-    "inventory": rf"You are (carrying: a {THING}|not carrying anything)\.",
-    "help": r"(?s).*go to.*take.*",
-    "look": rf"You are facing the {THING}\. Next to it, you see nothing\.|You are in the middle of "
-            rf"a room\. Looking quickly around you, you see {SEEN}\."}
-
-
-def pattern_of(command, answer):
-    """The pattern a command follows. Fails if there is none, or if the answer is not ALFWorld's."""
-    pattern = next((p for p in SENTENCES if re.fullmatch(p, command)), None)
-    assert pattern and re.fullmatch(SENTENCES[pattern], answer[0].strip()), (command, answer[0])
-    return pattern
-
-
-def obey(env, task, commands):
-    env.reset(task)
-    return [env.step(c) for c in commands]
-
-
-def wander(env, task, seed, steps=10 ** 6):
-    """Random admissible commands until the game or `steps` end -> [(command, answer)]."""
-    rng, out, (_, info) = random.Random(f"{seed} {task}"), [], env.reset(task)
-    while len(out) < steps:
-        command = rng.choice(info["admissible"])
-        out.append((command, env.step(command)))
-        _, _, terminated, truncated, info = out[-1][1]
-        if terminated or truncated:
-            break
-    return out
+from environments.house import CATEGORIES, GOALS, House, Room, SIZES
+from envs import default_workers, env_class, make_env, name_of, tasks
+from runtime.checkpoint import ROOT
+from runtime.testing import INFO, SENTENCES, obey, pattern_of, wander
 
 
 def content(room):
@@ -77,7 +34,7 @@ def test_expert_wins_every_house_and_only_the_last_step_is_rewarded(split, optio
         assert [type(x) for x in answers[-1]] == [str, float, bool, bool, dict]  # Gymnasium's order
         assert all({k: type(v) for k, v in i.items()} == INFO for i in (info, answers[-1][4]))
         categories.add(info["category"])
-    assert categories == set(GOALS) == set(envs.CATEGORIES)
+    assert categories == set(GOALS) == set(CATEGORIES)
 
 
 def test_train_and_test_split_share_no_ids_and_no_rooms():
@@ -140,3 +97,19 @@ def test_heating_undoes_cooling():
                                  ("fridge 1", "cool", "cool and clean")):
         room.execute(f"{verb} mug 1 with {room.at}")
         assert room.execute("examine mug 1") == f"This is a {state} mug 1."
+
+
+@pytest.mark.parametrize("name", ["house", "environments.house:House", House])
+def test_the_house_has_a_short_name_and_no_workers(name):
+    assert env_class(name) is House and name_of(name) == "house" and default_workers(name) == 0
+
+
+def test_environments_are_played_by_hand_and_import_no_torch():
+    played = subprocess.run([sys.executable, "envs.py"], cwd=ROOT, input="\n" * 20, text=True,
+                            capture_output=True, check=True)
+    assert "Won: True, reward 10, score 1" in played.stdout
+    code = """if True:
+        import sys
+        from environments import alfworld, frozen_lake, house, sql_agent, webshop
+        assert "torch" not in sys.modules"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,6 +1,5 @@
 """Tests of the shop, on a small catalogue. One test looks at the original's thousand
 products in WEBSHOP_DATA, and is skipped, visibly, if that is unset."""
-import json
 import math
 import os
 import random
@@ -9,50 +8,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from simulators import webshop
-from simulators.webshop import Catalogue, Shop
+import envs
+from environments import webshop_engine
+from environments.webshop import ShopPrompts
+from environments.webshop_engine import Catalogue, Shop
+from envs import make_env
+from runtime.testing import (DRESS, GADGETS, INFO, SHIRT, attributes_entry, caches, on_the_cpu,
+                             write_catalogue)
 
-DRESS = {
-    "asin": "B00DRESS01", "name": "Acme Women's Summer Dress",
-    "full_description": "Light & airy.\nWash cold.",
-    "small_description": ["Soft  cotton", "", " \n "],
-    "customization_options": {"Color": [{"value": "Red/White "}, {"value": "rectangular \"x\""}],
-                              "size": [{"value": "S"}, {"value": "L"}], "none": None},
-    "query": " Dresses ", "category": "fashion", "pricing": "$19.99$1,029.50",
-    "product_category": "Clothing \u203a Women \u203a Dresses"}
-SHIRT = {
-    "asin": "B00SHIRT02", "name": "Acme Shirt", "full_description": "",
-    "small_description": "One bullet", "customization_options": "", "query": "shirts",
-    "category": "fashion", "product_category": "Clothing \u203a Men \u203a Shirts", "pricing": None}
-GADGETS = [SHIRT | {"asin": f"B{n:09d}", "name": f"Thing {n} gadget", "pricing": f"${n + 1}.50"}
-           for n in range(30)]
 TASK = "Find me airy dresses with color: red | white, and size: s"
-
-
-def attributes_entry(text="Find me x"):
-    """A product's entry in the file of attributes and synthetic goals."""
-    return {"attributes": ["airy"], "instruction": text, "instruction_attributes": ["airy"]}
-
-
-def write_catalogue(folder, products=(DRESS, SHIRT, *GADGETS), about=None):
-    """Writes the three files of WebShop's download and returns the folder as a string."""
-    folder.mkdir(exist_ok=True)
-    about = about or {"B00DRESS01": attributes_entry("Find me airy dresses"),
-                      "B00SHIRT02": {"attributes": []}}
-    human = {"B00SHIRT02": [
-        {"instruction": "a shirt.", "instruction_attributes": [], "instruction_options": []},
-        {"instruction": "i want a shirt..", "instruction_attributes": ["one bullet"],
-         "instruction_options": []}]}
-    (folder / "items_shuffle.json").write_text(json.dumps(products, indent=1))
-    (folder / "items_ins_v2.json").write_text(json.dumps(about))
-    (folder / "items_human_ins.json").write_text(json.dumps(human))
-    return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def caches(tmp_path_factory, monkeypatch):
-    """Puts the index of every test's catalogue where pytest clears up."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "caches"))
 
 
 @pytest.fixture
@@ -155,11 +119,11 @@ def test_shop_expert_wins_from_any_page(shop_data, goals):
     ("\u05e6\u05d4\"\u05dc", "\u05e6\u05d4\"\u05dc"),
     ("\u2605wide\U0001f468\u200d\U0001f4bc", "\u2605 wide \U0001f468\u200d\U0001f4bc")])
 def test_terms_are_those_of_lucene(text, expected):
-    assert webshop.terms(text) == expected.split()
+    assert webshop_engine.terms(text) == expected.split()
 
 
 def test_search_matches_bm25_by_a_loop_and_orders_ties_by_asin(tmp_path):
-    assert [webshop.rounded_length(n) for n in (1, 41, 57, 1000)] == [1, 40, 56, 984]
+    assert [webshop_engine.rounded_length(n) for n in (1, 41, 57, 1000)] == [1, 40, 56, 984]
     rng = random.Random(0)
     words = [f"w{i}" for i in range(40)]
     names = [" ".join(rng.choices(words, k=rng.randrange(1, 30))) for _ in range(60)]
@@ -196,7 +160,7 @@ def test_purchase_score_matches_the_original(nouns, query, path, score):
     # Of 6 points: two attributes and, by its colour, an option; then also an option and the price.
     for price, options, got in ((60.0, {"size": "8", "color": "red/white"}, 3),
                                 (50.0, {"size": "7", "color": "red"}, 5)):
-        points = webshop.purchase_score(product, price, options, goal) * 6
+        points = webshop_engine.purchase_score(product, price, options, goal) * 6
         assert points == pytest.approx(score * got)
 
 
@@ -226,13 +190,13 @@ def test_goals_are_the_originals_and_splits_share_no_product(tmp_path):
 
 def test_nouns_come_from_the_table_or_spacy_or_a_guess_with_a_warning(monkeypatch):
     product = {"title": "The Red Shoes for 2 Men's feet", "nouns": None}
-    webshop.spacy_model.cache_clear()
+    webshop_engine.spacy_model.cache_clear()
     with pytest.warns(UserWarning, match="counts as a noun"):
-        assert webshop.nouns_of(product) == ["red", "shoes", "men", "s", "feet"]
+        assert webshop_engine.nouns_of(product) == ["red", "shoes", "men", "s", "feet"]
     tokens = [Mock(text="Feet", pos_="NOUN"), Mock(text="the", pos_="DET")]
-    monkeypatch.setattr(webshop, "spacy_model", lambda: lambda title: tokens)
-    assert webshop.nouns_of(product | {"title": "the Feet"}) == ["feet"]
-    assert webshop.nouns_of(product | {"nouns": ["shoes"]}) == ["shoes"]
+    monkeypatch.setattr(webshop_engine, "spacy_model", lambda: lambda title: tokens)
+    assert webshop_engine.nouns_of(product | {"title": "the Feet"}) == ["feet"]
+    assert webshop_engine.nouns_of(product | {"nouns": ["shoes"]}) == ["shoes"]
 
 
 @pytest.mark.skipif(not os.environ.get("WEBSHOP_DATA"),
@@ -252,7 +216,7 @@ def test_broken_and_missing_files_are_named(tmp_path):
     file = tmp_path / "shop" / "items_shuffle.json"
     whole = file.read_text()
     for chunk in (1, 7, 1 << 22):
-        assert list(webshop.json_items(str(file), chunk)) == [DRESS, SHIRT, *GADGETS]
+        assert list(webshop_engine.json_items(str(file), chunk)) == [DRESS, SHIRT, *GADGETS]
     for broken, message in ((whole[:-30], "ends too early"), ("[{}]", "is not WebShop's"),
                          (whole.replace("$", "$x $", 1), "product B")):
         file.write_text(broken)
@@ -265,13 +229,95 @@ def test_broken_and_missing_files_are_named(tmp_path):
 
 def test_index_is_built_once_for_all_processes(tmp_path, monkeypatch):
     data = write_catalogue(tmp_path / "shop")
-    folder = webshop.index_folder(webshop.data_files(data))
+    folder = webshop_engine.index_folder(webshop_engine.data_files(data))
     os.makedirs(folder + ".new")  # as a killed build leaves it
-    build = Mock(wraps=webshop.build_index)
-    monkeypatch.setattr(webshop, "build_index", build)
+    build = Mock(wraps=webshop_engine.build_index)
+    monkeypatch.setattr(webshop_engine, "build_index", build)
     with ThreadPoolExecutor(3) as pool:
         catalogues = list(pool.map(Catalogue, [data] * 3))
     assert [len(catalogue.search("gadget")) for catalogue in catalogues] == [30] * 3
     assert build.call_count == 1 and not os.path.exists(folder + ".new")
     (tmp_path / "shop" / "items_human_ins.json").write_text("{}")
-    assert webshop.index_folder(webshop.data_files(data)) != folder
+    assert webshop_engine.index_folder(webshop_engine.data_files(data)) != folder
+
+
+def test_the_shop_follows_the_protocol(shop_data):
+    env = make_env("webshop", data=shop_data)
+    obs, info = env.reset(goal_of(env.shop, TASK))
+    assert {k: type(v) for k, v in info.items()} == INFO and info["category"] == "fashion"
+    assert (info["won"], info["score"]) == (False, 0.0) and info["task"].startswith(TASK)
+    assert info["admissible"] == ["search[<your query>]", "click[search]"]
+    assert env.advice(True) == env.advice() == ("find it", env.expert()[0])
+    for command in ("search[summer dresses]", "click[b00dress01]", "click[red | white]",
+                    "click[s]"):
+        obs, *outcome, info = env.step(command)
+        assert outcome == [0.0, False, False] and (info["won"], info["score"]) == (False, 0.0)
+        assert obs == env.shop.observation() and info["admissible"] == env.shop.actions()
+        if command == "click[b00dress01]":
+            assert env.advice() == ("choose color", "click[red | white]")
+            assert env.advice(forgetful=True) == ("buy it", "click[buy now]")
+    assert env.advice() == ("buy it", "click[buy now]") and env.expert() == ["click[buy now]"]
+    obs, reward, terminated, truncated, info = env.step("click[buy now]")
+    assert (reward, terminated, truncated) == (10.0, True, False)
+    assert (info["won"], info["score"], info["admissible"]) == (True, 1.0, [])
+    assert env.expert() is None and env.advice() is None
+
+
+def test_shop_prompts(shop_data):
+    env = make_env("webshop", data=shop_data)
+    episode = ShopPrompts(*env.reset(goal_of(env.shop, TASK)))
+    task = episode.info["task"]
+    commands = "Commands on this page: ['search[<your query>]', 'click[search]']"
+    for text in (episode.window_prompt(), episode.window_prompt(0), episode.full_prompt()):
+        assert text.count(task) == 1
+        assert all(part in text for part in ("What you see: 'Search'\n", commands, envs.ANSWER))
+    for action in ("search[dress]", "click[b00dress01]", "click[s]"):
+        obs, *_, info = env.step(action)
+        episode.record(action, obs, info)
+    text, full = episode.window_prompt(2), episode.full_prompt()
+    assert text.count(task) == 1 and "Steps taken so far: 3." in text
+    assert "What you did: click[s]" in text and "What you did: search" not in text
+    page = "'Back to Search' [SEP] '< Prev' [SEP] 'color' [SEP] 'red | white' [SEP]"
+    assert f"What you see: {page}" in text
+    assert task not in full and envs.ANSWER not in full and "'click[buy now]'" in full
+
+
+def test_shop_rewards_only_a_score_of_one(shop_data):
+    env = make_env("webshop", data=shop_data)
+    env.reset(goal_of(env.shop, TASK))
+    for command in ("search[summer dresses]", "click[b00dress01]", "click[l]", "click[buy now]"):
+        _, reward, terminated, _, info = env.step(command)
+    assert 0 < info["score"] < 1 and (reward, terminated, info["won"]) == (0.0, True, False)
+
+
+def test_webshop_human_has_goals_by_people(shop_data):
+    env = make_env("webshop-human", data=shop_data)
+    assert env.reset("0000000")[1]["task"].startswith("i want a shirt")
+
+
+def test_index_of_a_changed_catalogue_is_made_anew(tmp_path):
+    files = webshop_engine.data_files(write_catalogue(tmp_path / "shop"))
+    before = webshop_engine.index_folder(files)
+    os.utime(files[0], ns=(1, 1))
+    assert webshop_engine.index_folder(files) != before
+
+
+def test_back_from_an_item_leads_to_its_page_of_results(shop_data):
+    shop = Shop(shop_data)
+    shop.enter(0)
+    for command in ("search[gadget]", "click[next >]", "click[b000000015]", "click[< prev]"):
+        shop.act(command)
+    assert "Page 2 (" in shop.observation()
+    shop.enter(goal_of(shop, TASK))
+    for command in ("search[summer dresses]", "click[b00dress01]", "click[buy now]"):
+        shop.act(command)
+    assert shop.score > 0
+    shop.act("search[gadget]")
+    assert shop.score == 0
+
+
+def test_reward_for_the_type_of_a_product():
+    product = {"title": "", "query": "shoes", "nouns": ["shoe"], "product_category": "A \u203a B"}
+    goal = product | {"query": "boots", "nouns": ["shoe", *"abcdef"], "product_category": "B"}
+    assert webshop_engine.type_reward(product, goal) == 0.5
+    assert webshop_engine.type_reward(product, goal | {"product_category": "B \u203a A"}) == 1

@@ -1,4 +1,5 @@
-"""Tests of runtime/verify.py: what is right is used, and what is wrong is not."""
+"""Tests of hf/verify.py: what is right is used, and what is wrong is not."""
+import dataclasses
 import operator
 import types
 
@@ -7,15 +8,13 @@ import torch
 
 import eval as evaluation
 import rollout as rollout_module
-from model import make_batch, sample_token
-from rollout import DecodeState, Sampler
-from runtime import compile as compile_module
-from runtime import verify
-from runtime.attention import PIECE_LENGTH
-from runtime.test_attention import flash_attention_forward
-from runtime.verify import compiled_scoring
-from test_sapo import (CONTEXTS, INF, as_on_a_gpu, batch_of, on_the_cpu, play, random_model,
-                       same_tokens_and_values)
+from hf import compile as compile_module, verify
+from hf.attention import PIECE_LENGTH
+from hf.verify import check_initial_readout, compiled_scoring
+from model import make_batch
+from rollout import DecodeState, Sampler, sample_token
+from runtime.testing import (CONTEXTS, INF, as_on_a_gpu, batch_of, flash_attention_forward,
+                             on_the_cpu, play, random_model, same_tokens_and_values)
 from tools.imitate import random_tiny
 
 
@@ -83,7 +82,7 @@ def test_fast_way_that_fails_or_is_wrong_gives_way_to_the_plain_one(
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(owner, name, wrong)
     turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": compile})
-    assert not lm.fast_sampling[context, compile]
+    assert not verify.verified[lm.model][context, compile]
     same_tokens_and_values(plain, turns)
     assert sampler.decode_step == sampler.decode_one_token
     assert sampler.state.backbone is lm.model.base_model
@@ -183,7 +182,7 @@ def test_sampler_that_draws_wrong_tokens_is_refused(monkeypatch, name, change, s
 
 def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch):
     lm = random_tiny()
-    assert not lm.head.weight[list(lm.value_ids)].any()
+    assert not lm.value_rows.weight.any()
     update, kept = DecodeState.update_state, {}
 
     def late(state, n, token, hidden):
@@ -193,7 +192,7 @@ def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch
     monkeypatch.setattr(DecodeState, "update_state", late)
     with pytest.raises(ValueError, match="the error of its V and Q is"):
         Sampler(lm)
-    assert not lm.head.weight[list(lm.value_ids)].any()  # the check has restored them
+    assert not lm.value_rows.weight.any()  # the check has used others
 
 
 @CONTEXTS
@@ -202,10 +201,11 @@ def test_sampler_can_be_made_between_a_forward_pass_and_its_backward_pass(contex
     lm = random_model("qwen2", 1, dtype=dtype)
     batch = make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
     scores = lm.score(batch)
-    versions = [p._version for p in lm.model.parameters()]
+    params = [*lm.model.parameters(), *lm.value_rows.parameters()]
+    versions = [p._version for p in params]
     sampler = Sampler(lm, context=context, max_new_tokens=4)
     sampler.generate([[5, 6, 7]])
-    assert versions == [p._version for p in lm.model.parameters()]
+    assert versions == [p._version for p in params]
     sum(x.sum() for x in scores).backward()
 
 
@@ -214,15 +214,15 @@ def test_sampler_reads_values_by_the_rows_as_they_are_now():
     sampler = Sampler(lm, max_new_tokens=4)
     before, = sampler([0], [[5, 6, 7]], u)
     with torch.no_grad():
-        lm.head.weight[list(lm.value_ids)] *= -1
+        lm.value_rows.weight *= -1
     after, = sampler([0], [[5, 6, 7]], u)
     assert (before.ids, before.v, before.q) == (after.ids, -after.v, -after.q) and before.v
 
 
 def test_sampler_is_checked_once_per_model_and_context(monkeypatch):
     lm, compared = random_model("qwen2", 1), []
-    check = rollout_module.check_against_reference
-    monkeypatch.setattr(rollout_module, "check_against_reference",
+    check = verify.check_against_reference
+    monkeypatch.setattr(verify, "check_against_reference",
                         lambda sampler: compared.append(sampler.context) or check(sampler))
     for context in ("window", "full", "window"):
         for temperature in (0.4, 1.0):
@@ -240,10 +240,11 @@ def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, contex
     lm = random_model("qwen2", 1, dtype=torch.bfloat16)
     as_on_a_gpu(monkeypatch)
     sampler, found = Sampler(lm, "kv", context, 30, compile=True), []
-    assert sampler.state.in_pieces and lm.fast_sampling[context, True] and not caplog.records
+    assert sampler.state.in_pieces and verify.verified[lm.model][context, True]
+    assert not caplog.records
     prompts = [lm.chat.encode_user_turn("go to the fridge " * n) for n in (3, 150, 400)]
     for sampler.state.in_pieces in (True, False):
-        sampler.make_decode_step()
+        sampler.decode_step = sampler.new_decode_step()
         found.append(sampler.generate(prompts))
     assert len(prompts[1]) > PIECE_LENGTH > len(prompts[0])
     for one, other in zip(*found):
@@ -262,5 +263,16 @@ def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, contex
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", without_later_pieces)
     sampler = Sampler(lm, "kv", context, 30, compile=True)
-    assert not sampler.state.in_pieces and not lm.fast_sampling[context, True]
+    assert not sampler.state.in_pieces and not verify.verified[lm.model][context, True]
     assert "sampling falls back to plain decoding" in caplog.text
+
+
+def test_saturated_initial_readout_is_refused_with_a_remedy():
+    lm = random_model("qwen2", 1)
+    ids = lm.chat.encode_user_turn("hello")
+    one, both = sorted(lm.tau_v * lm.score(make_batch(  # |z+ - z-| of Q and V
+        [(ids + [lm.chat.end_of_turn_id()], [(len(ids), len(ids) + 1)])]))[k].abs().item()
+        for k in (2, 3))
+    check_initial_readout(dataclasses.replace(lm, tau_v=(one + both) / 2), ids)
+    with pytest.raises(ValueError, match="--value_tokens.*--tau_v"):
+        check_initial_readout(dataclasses.replace(lm, tau_v=one / 2), ids)

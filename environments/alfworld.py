@@ -1,10 +1,16 @@
-"""TextWorld, the engine of ALFWorld's games, made faster.
+"""ALFWorld: the original's games ($ALFWORLD_DATA), played by TextWorld, which is made faster.
+
+    python envs.py --env alfworld              play in it
 
 TextWorld parses the same grammar again and again, deep-copies what nobody changes, sorts the same
 facts for every query, and translates every game four times. `patched_textworld` replaces those
 functions while a game is loaded or makes a step, and restores them afterwards. The answers are the
 same, byte for byte, and a step is 18 times as fast. Only TextWorld 1.7.0 is patched, which needs it
-to run on Python 3.13."""
+to run on Python 3.13.
+
+The file reads from the shortcuts to the engine and to AlfWorld, the environment. Its prompts and
+the types of its tasks are those of house.py.
+"""
 import contextlib
 import copy
 import functools
@@ -12,7 +18,12 @@ import gc
 import glob
 import json
 import os
+import re
 
+from environments.house import CATEGORIES, HOUSEHOLD, NOTHING, HouseholdPrompts
+from envs import REWARD, Env, tagged_action
+
+# ------------------------------------------------------------------------------- TextWorld, patched
 
 def shallow(x):
     """A replacement for deepcopy: of a grammar's symbols only the context changes, and it is always
@@ -101,6 +112,8 @@ def patched_textworld():
         gc.enable()
 
 
+# -------------------------------------------------------------------------------- the games' engine
+
 def alfworld_root(data=None):
     """The folder json_2.1.1 below `data`, $ALFWORLD_DATA, or where alfworld-download puts it."""
     data = data or os.environ.get("ALFWORLD_DATA") or os.path.expanduser("~/.cache/alfworld")
@@ -166,3 +179,65 @@ class Engine:
         with patched_textworld():
             state, _, _ = self.game.step(action)
         return state
+
+
+# ---------------------------------------------------------------------------------- the environment
+
+class AlfWorld(Env):
+    """ALFWorld's text games, played by TextWorld. A task id is the game's folder below json_2.1.1:
+    "valid_seen/pick_heat_then_place_in_recep-Egg-None-Fridge-14/trial_T2019...". Observations are
+    those of the engine."""
+
+    flags = ("data",)
+    held_out = ("valid_seen", 140)
+    categories = CATEGORIES
+    role = HOUSEHOLD
+    prompt_builder_class = HouseholdPrompts
+    tiny_model = "tiny-alfworld"
+    # verbs that change the game; the others only look
+    CHANGES = set("go open close take move clean heat cool use slice".split())
+
+    def __init__(self, data=None):
+        self.root = alfworld_root(data)
+        self.engine = Engine()
+
+    @classmethod
+    def parse_action(cls, text):
+        return tagged_action(text.lower(), cls.fallback)
+
+    def tasks(self, split):
+        return game_folders(self.root, split)
+
+    def reset(self, task):
+        state, self.walkthrough = self.engine.load(self.root, task)
+        self.category = task.split("/")[1].split("-")[0]
+        self.task = re.search(r"Your task is to: (.*)", state.feedback)[1].strip()
+        self.steps = 0
+        self.played = []  # commands that changed something
+        self.won = False
+        return state.feedback, self.info(state)
+
+    def info(self, state):
+        self.admissible = list(state.admissible_commands)
+        return {"admissible": self.admissible, "task": self.task,
+                "category": self.category, "won": self.won, "score": float(self.won)}
+
+    def step(self, action):
+        action = action.strip()  # as TextWorld does
+        state = self.engine.step(action)
+        self.steps += 1
+        if action.split(" ")[0] in self.CHANGES and state.feedback.strip() != NOTHING:
+            self.played.append(action)
+        before = self.won
+        self.won = self.won or bool(state.won)
+        reward = REWARD if self.won and not before else 0.0
+        truncated = self.steps >= self.horizon and not self.won
+        return state.feedback, reward, self.won, truncated, self.info(state)
+
+    def expert(self):
+        """The rest of the game's walkthrough, or None at its end or after a step that is not in
+        it."""
+        done = len(self.played)
+        if self.played != self.walkthrough[:done]:
+            return None
+        return self.walkthrough[done:] or None

@@ -1,8 +1,8 @@
 """An example of your own environment: a frozen lake, of which the agent sees the squares beside it.
 
-    python tools/imitate.py --env tools.frozen_lake:FrozenLake --out runs/lake \\
+    python tools/imitate.py --env environments.frozen_lake:FrozenLake --out runs/lake \\
         --steps 400 --until_success 1
-    python train.py --env tools.frozen_lake:FrozenLake --model runs/lake --mini_batch 48
+    python train.py --env environments.frozen_lake:FrozenLake --model runs/lake --mini_batch 48
 
 The first command teaches a tiny model the commands, the second how to cross lakes it has not seen.
 """

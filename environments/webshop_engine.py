@@ -9,7 +9,7 @@
 
 The file reads from text to pages: how text becomes search terms, the catalogue and its index, the
 goals, the reward, and the shop. Lines that look odd reproduce the original's oddities, so that
-scores can be compared; results/NOTES.md lists the deliberate departures. envs.WebShop makes an
+scores can be compared; results/NOTES.md lists the deliberate departures. webshop.py makes an
 environment of a Shop.
 """
 import difflib

@@ -1,28 +1,187 @@
-"""What surrounds an iteration of training: the log, warnings, checkpoints, evaluations, and how all
-ranks stop together. (What surrounds the whole loop is train.prepared.)"""
+"""The life of a training run: what is before, around and after the iterations of `train.train`.
+
+    prepared    before the loop: locks the run's folder, loads, resumes, evaluates; after it:
+                evaluates again, writes weights, tables and curves
+    Run         around an iteration: its tasks, the log, warnings, checkpoints, evaluations, and how
+                all ranks stop together
+"""
+import contextlib
+import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.checkpoint import RunDir, iterations_of, write_file, write_folder
-from runtime.distributed import (all_gather_list, broadcast_object, mean_or_zero, print0, rank,
-                                 stop, world_size)
-from runtime.workers import GameError
+import numpy as np
+import torch
 
+import envs
+import eval as evaluation
+from hf.verify import check_initial_readout, compiled_scoring
+from model import ActorCritic, load
+from rollout import TASKS
+from runtime import report
+from runtime.checkpoint import (RunDir, init_wandb, iterations_of, read_json, write_file,
+                                write_folder)
+from runtime.cli import choose_threads, progress
+from runtime.distributed import (all_gather_list, barrier, broadcast_object, mean_or_zero, print0,
+                                 rank, stop, world_size)
+from runtime.workers import GameError, obs_text
+from training.settings import (Config, as_json, check_model_settings, learner_class, options_of)
+
+# --------------------------------------------------------------------------- around the whole loop
+
+@contextlib.contextmanager
+def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterator["Run"]:
+    """What surrounds the loop of `train`. Before it: locks the run's folder, makes what is not
+    given, evaluates the initial model and loads a checkpoint. After it: saves the last finished
+    iteration where the loop was stopped; else evaluates again, and writes final weights and
+    reports. With config.out = None it writes nothing. ValueError: what is given does not fit
+    together, or the environment's tasks for training and for evaluation overlap."""
+    config, lm = agreed(config, lm, pool, learner)
+    folder = RunDir(config.out) if config.out else None
+    with contextlib.ExitStack() as stack:
+        if folder:
+            stack.enter_context(folder.lock(config.resume))
+        pool = pool or stack.enter_context(contextlib.closing(envs.Pool(
+            config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
+        task_ids = envs.tasks(pool.env, "train", **pool.options)
+        held_out = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
+        if shared := {*task_ids} & {*held_out}:
+            raise ValueError(f"--env {pool.name}: {len(shared)} tasks, such as "
+                             f"{min(shared, key=str)}, are both trained on and held out")
+        checkpoint = folder and folder.newest_checkpoint()
+        wandb = init_wandb(config, folder) if config.wandb and rank() == 0 else None
+        lm = lm or load_initial_model(config, pool, task_ids[0])
+        # a template that prints today's date gets the day on which the run began
+        began = read_json(folder / "config.json").get("date") if folder else None
+        date = broadcast_object(began or datetime.date.today().isoformat())
+        if lm.chat:
+            lm.chat.date = date
+        stored = as_json(vars(config)) | {"date": date}
+        lm.run = {name: stored[name] for name in evaluation.SHARED}  # for eval.py
+        # allocates all that training keeps, so that a lack of memory shows before the evaluation
+        learner = learner or learner_class(config.algo)(lm, config)
+        if checkpoint:
+            learner.restore(checkpoint)
+        if folder and rank() == 0:
+            folder.begin(stored, checkpoint)
+        before = broadcast_object(read_json(folder / "before.json") if folder else {})
+        if not before and not checkpoint:
+            before = evaluation.evaluate_config(learner.lm, pool, config)
+            if folder and rank() == 0:
+                write_file(folder / "before.json", json.dumps(before))
+        print0("success before training: " + evaluation.success_of(before))
+        sampler = evaluation.sampler_for(learner.lm, config)
+        run = Run(config, learner, sampler, pool, task_ids, folder, checkpoint, wandb)
+        with stop.handle_signals():
+            try:
+                yield run
+            except Exception as error:
+                run.save_after(error)
+                raise
+            run.save_if_stopped()
+        after = evaluation.evaluate_config(learner.lm, pool, config)
+        print0("success after training: " + evaluation.success_of(after))
+        if folder:
+            write_folder(folder / "final",
+                         lambda path: learner.lm.save(path) if rank() == 0 else None)
+        if folder and rank() == 0:
+            print(evaluation.write_reports(before, after, config))
+            report.draw(report.group_runs([config.out]), folder / "curves.png")
+            print(f"wrote {config.out}; next: python eval.py --model {config.out}")
+        if wandb:
+            wandb.finish()
+        barrier()  # a rank that exits early would take the others down
+
+
+def agreed(config: Config | None, lm, pool, learner) -> tuple:
+    """The config and the model (or None) of a run: a learner's own, or those given. ValueError:
+    there is none, or there are two that differ."""
+    if learner:
+        if config not in (None, learner.config):
+            raise ValueError("the learner has settings of its own: train(learner=learner), and "
+                             "make the learner with the settings that you want")
+        if lm and lm.model is not learner.lm.model:
+            raise ValueError("lm and learner.lm are two models: give the learner alone")
+        config, lm = learner.config, learner.lm
+    if config is None:
+        raise ValueError("train needs a config, made by settings(...), or a learner")
+    if config.horizon is None:
+        raise ValueError("the config is not complete: make it by settings(...), not by Config(...)")
+    if lm:
+        check_model_settings(config, lm)
+    if pool:
+        for name, value in options_of(pool).items():
+            if as_json({name: value}) != as_json({name: getattr(config, name)}):
+                raise ValueError(f"the pool has {name} {value!r}, and the config "
+                                 f"{getattr(config, name)!r}: make it by settings(pool=pool)")
+    return config, lm
+
+
+def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
+    """This rank's share of an iteration's tasks. Over all ranks, each task comes --group_size times
+    in a row; after the last iteration there are none. All tasks occur once per epoch, in an order
+    that is drawn anew each time."""
+    n = len(task_ids)
+    count = c.batch_size // c.group_size if iteration < c.iterations else 0
+    ids = []
+    for i in range(iteration * count, (iteration + 1) * count):
+        order = np.random.default_rng([c.seed, i // n, TASKS]).permutation(n)
+        ids += [task_ids[order[i % n]]] * c.group_size
+    return ids[rank()::world_size()]
+
+
+def load_initial_model(config, pool, task) -> ActorCritic:
+    """Loads the model that training starts from. The first prompt of `task` must fit into it, with
+    a response. ValueError: it does not, or the value readouts of that prompt are saturated."""
+    print0(f"loading {config.model}" + (f"; writing to {config.out}" if config.out else ""))
+    pool.start(0, task)
+    first_answer, = pool.gather([0])
+    pool.drop(0)
+    builder = pool.env.prompt_builder(*first_answer)
+    messages = next(builder.messages(config.context, config.history))
+    with progress(f"loading {config.model}"):
+        lm = load(config.model, tiny=pool.env.tiny_model, dtype=getattr(torch, config.dtype),
+                  value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
+                  prompt=obs_text(messages), max_new_tokens=config.max_new_tokens)
+    check_initial_readout(lm, lm.chat.encode_messages(messages, (), pool.env.tool_schemas()))
+    choose_threads(lm.model)
+    threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
+    print0(f"on {lm.device}{threads}, {world_size()} rank(s); w+ and w- are tokens {lm.value_ids}")
+    taken = [f"{k} {v}" for k, v in lm.recommended.items() if getattr(config, k, None) == v]
+    if taken:
+        print0(f"settings that {config.model} recommends: {', '.join(taken)}")
+    return lm
+
+
+def with_speed_and_memory_settings(lm: ActorCritic, config: Config) -> ActorCritic:
+    """The model as --compile and --gradient_checkpointing want it."""
+    if config.gradient_checkpointing:
+        # transformers 6 has only the first name, 5.17 only the second
+        enable = getattr(lm.model, "activation_checkpointing_enable", None)
+        (enable or lm.model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if config.compile and not lm.compile:
+        print0("compiling scoring and sampling, about a minute in all; --no-compile skips it")
+        lm.model.train(config.gradient_checkpointing)  # as in an update
+        with progress("compiling"):
+            lm = compiled_scoring(lm, config.tokens_per_micro_batch)
+        lm.model.eval()
+    return lm
+
+
+# ----------------------------------------------------------------------------- around an iteration
 
 @dataclass
 class Run:
     """What surrounds an iteration in the loop of `train`: tasks, evaluations, log and warnings,
     checkpoints, and the exchanges by which all ranks go on or stop together."""
 
-    config: object  # a train.Config
-    learner: object
+    config: Config
+    learner: object  # a train.Learner
     sampler: object
     pool: object
-    tasks: Callable  # (iteration) -> this rank's tasks; none after the last iteration
-    held_out_success: Callable  # () -> success in held-out games
-    page: Callable  # (title, turns, lines of metrics.jsonl) -> an episode as HTML
+    task_ids: list  # all tasks to train on
     folder: RunDir | None = None
     checkpoint: Path | None = None  # what it goes on from
     wandb: object = None
@@ -34,12 +193,10 @@ class Run:
         self.lines = []  # of metrics.jsonl
         if self.folder and rank() == 0:
             self.lines = self.folder.metrics_of(self.first_iteration)
-        if self.checkpoint:
-            self.learner.restore(self.checkpoint)
-            if rank() == 0:
-                self.folder.delete_results()
+        if self.checkpoint and rank() == 0:
+            self.folder.delete_results()
         self.steps_done = self.learner.steps  # optimizer steps of all finished iterations
-        self.in_rollout = False  # whether the other ranks expect `stopping` of this one next
+        self.in_rollout = False  # whether the other ranks expect `any_rank_stops` of this one next
         self.reports = []  # of all ranks, in the last exchange
         self.evaluation_error = None
         self.iterations_without_success = 0
@@ -47,15 +204,23 @@ class Run:
         self.learner.clock.take()
 
     # ---- in the order of the loop
+    def tasks(self, iteration: int) -> list:
+        """This rank's tasks of an iteration; none after the last one."""
+        return draw_tasks(self.task_ids, self.config, iteration)
+
     def begin_rollout(self) -> None:
         """Sets the counters of a rollout to 0."""
         self.pool.seconds = 0.0
         self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
         self.in_rollout = True
 
-    def stopping(self) -> bool:
-        """The exchange among the ranks after a rollout: whether one of them was told to stop, or
-        had an error."""
+    def told_to_stop(self) -> bool:
+        """Whether SIGTERM or Ctrl-C came to this rank."""
+        return stop.requested()
+
+    def any_rank_stops(self) -> bool:
+        """The exchange among the ranks after a rollout, which waits for all of them: whether one of
+        them was told to stop, or had an error."""
         self.in_rollout = False
         return self.exchange()
 
@@ -63,7 +228,7 @@ class Run:
         """Tells all ranks whether this one was told to stop, and its error. Returns whether there
         is a reason to stop on any rank."""
         text = f"rank {rank()}: {error}" if error else ""
-        self.reports = all_gather_list([(stop.requested(), text)])
+        self.reports = all_gather_list([(self.told_to_stop(), text)])
         return any(told or text for told, text in self.reports)
 
     def evaluate(self, iteration: int) -> dict:
@@ -75,7 +240,7 @@ class Run:
             return {}
         waited = self.pool.seconds
         try:
-            success = self.held_out_success()
+            success = evaluation.held_out_success(lm, self.pool, c)
         except GameError as error:  # of any rank, raised on all of them
             self.evaluation_error = error
             return {}
@@ -112,8 +277,8 @@ class Run:
         v_mean, q_mean, return_mean        of old values and returns, over turns
         return_max                         the largest |return|, which should not exceed R_max
         lr                                 the learning rate, the mean over the steps
-        grad_norm, grad_norm_values        before clipping: of all parameters but the rows of w+ and
-                                           w- in the head, and of these rows
+        grad_norm, grad_norm_values        before clipping: of the model's parameters, and of w+ and
+                                           w-, which are a parameter of their own
         skipped_steps                      steps that were not finite
         sampler_logprob_diff               mean |log-prob of the sampler - of the scoring pass|
         held_out                           with --eval_every: success on held-out games, T = 0.4
@@ -143,10 +308,15 @@ class Run:
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
         if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
-            episode = [turn for turn in turns if turn.traj == turns[0].traj]
-            page = self.page(f"{config.out}, iteration {iteration + 1}", episode, self.lines)
-            (self.folder / "transcripts").mkdir(exist_ok=True)
-            write_file(self.folder / f"transcripts/{iteration + 1:04d}.html", page)
+            self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
+
+    def write_page(self, iteration: int, episode: list) -> None:
+        """Writes an episode of this iteration as a page."""
+        page = report.episode_page(f"{self.config.out}, iteration {iteration + 1}", episode,
+                                   self.lines, self.learner.lm.tokenizer.decode,
+                                   self.pool.env.tool_schemas())
+        (self.folder / "transcripts").mkdir(exist_ok=True)
+        write_file(self.folder / f"transcripts/{iteration + 1:04d}.html", page)
 
     def save(self, iteration: int) -> bool:
         """The exchange among the ranks at the end of an iteration -> whether there is a reason to

@@ -1,15 +1,15 @@
-"""Tests of tools/sql_agent.py."""
+"""Tests of environments/sql_agent.py."""
 import re
 
 import pytest
 
 import envs
-from model import Chat
-from test_sapo import on_the_cpu  # used automatically
+from environments.sql_agent import SQLAgent
+from hf.chat import Chat
+from runtime.testing import on_the_cpu  # used automatically
 from tools.imitate import bpe_tokenizer, demonstrate, parse, samples_of, tokenizer_for
-from tools.sql_agent import SQLAgent
 
-NAME = "tools.sql_agent:SQLAgent"
+NAME = "environments.sql_agent:SQLAgent"
 
 
 def test_demonstrator_wins_held_out_games_and_the_forgetful_one_does_not():

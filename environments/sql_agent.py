@@ -1,8 +1,8 @@
 """An example with tools: an agent that answers questions about a database in SQL.
 
-    python tools/imitate.py --env tools.sql_agent:SQLAgent --out runs/sql \\
+    python tools/imitate.py --env environments.sql_agent:SQLAgent --out runs/sql \\
         --batch 32 --steps 800 --until_success 1
-    python train.py --env tools.sql_agent:SQLAgent --model runs/sql
+    python train.py --env environments.sql_agent:SQLAgent --model runs/sql
 
 The first command teaches a tiny model to call the tools and to write SQL, by a demonstrator that
 mostly forgets the WHERE. The second one teaches it what a WHERE is good for.

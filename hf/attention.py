@@ -2,6 +2,7 @@
 heads share, and its form for decoding steps on a GPU.
 
     replace_attention          lets a model use grouped_query_attention
+    causal_inputs              what a forward pass over whole sequences gives it
     grouped_query_attention    by PyTorch's scaled_dot_product_attention
     attention_in_pieces        a decoding step by FlashAttention: each row reads its own positions
 
@@ -21,6 +22,36 @@ def uses_full_attention(backbone) -> bool:
     return set(layers) == {"full_attention"} if layers else not window
 
 
+def check_attention(model) -> None:
+    """ValueError: a KV cache cannot be decoded by positions alone, because not every layer attends
+    to all previous tokens, or the rotary embedding depends on the sequence's length."""
+    rope = str(getattr(model.base_model.config, "rope_parameters", ""))
+    if not uses_full_attention(model.base_model) or "'dynamic'" in rope or "'longrope'" in rope:
+        raise unsupported(model, "not every layer attends to all previous tokens, or the rotary "
+                          "embedding depends on the sequence length")
+
+
+def keys_and_values(model, cache) -> list:
+    """The (keys, values) of every layer of a model's own cache after one token, (1, H', 1, E) each.
+    ValueError: it does not have this form."""
+    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None))
+              for layer in getattr(cache, "layers", ())]
+    for pair in layers:
+        if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in pair) or not (
+                pair[0].shape[:3] == pair[1].shape[:3] == (1, pair[0].shape[1], 1)):
+            raise unsupported(model, "its KV cache is not keys and values of (rows, heads, "
+                              "positions, size of a head) in every layer")
+    if not layers:
+        raise unsupported(model, f"its KV cache, {type(cache).__name__}, has no layers")
+    return layers
+
+
+def unsupported(model, why: str) -> ValueError:
+    """The error of a model that rollout.Sampler cannot decode."""
+    return ValueError(f"the kv engine does not support {type(model).__name__}, use --engine hf: "
+                      f"{why}")
+
+
 def replace_attention(model) -> None:
     """Makes grouped_query_attention, under the name "grouped", the attention of a model in which
     every layer attends to all previous tokens. Other models are left as they are."""
@@ -28,6 +59,18 @@ def replace_attention(model) -> None:
         transformers.AttentionInterface.register("grouped", grouped_query_attention)
         transformers.AttentionMaskInterface.register("grouped", sdpa_mask)
         model.set_attn_implementation("grouped")
+
+
+def causal_inputs(model, ids) -> dict:
+    """Keyword arguments of our own forward passes over ids (B, T), where padding, if any, is on the
+    right: positions, and an empty mask (one without elements), which grouped_query_attention takes
+    for "causal". So transformers does not build a mask, nor wait for the GPU to find out whether
+    there is padding. A model with another attention needs none of it: {}. Other passes, such as
+    those of generate, get the mask they need."""
+    if model.config._attn_implementation != "grouped":
+        return {}
+    return {"attention_mask": torch.empty(1, 1, 0, 0, device=ids.device),
+            "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
 
 
 def grouped_query_attention(module, query, key, value, attention_mask=None, scaling=None,
@@ -43,7 +86,7 @@ def grouped_query_attention(module, query, key, value, attention_mask=None, scal
     mask, sdpa = attention_mask, F.scaled_dot_product_attention
     if mask is not None and mask.dtype == torch.int32:
         return attention_in_pieces(query, key, value, mask, scaling), None
-    empty = mask is not None and mask.numel() == 0  # see ActorCritic.causal_kwargs
+    empty = mask is not None and mask.numel() == 0  # see causal_inputs
     causal = empty or mask is None and query.shape[2] > 1  # a single query sees the whole cache
     mask = None if empty else mask
     grouped = query.unflatten(1, (-1, groups := query.shape[1] // key.shape[1]))  # R, H', G, T, E

@@ -4,18 +4,23 @@ forward passes of the model before they are used. What rounding does not explain
     in_float32, excess_error    what is exact, and how much rounding explains
     compiled_scoring            lm with compiled scoring, if that is right
     check_against_reference     what is wrong with the results of a rollout.Sampler
-    fast_way_is_right           whether it can decode in its fast way
+    choose_decoding             lets it decode in its fast way, if that is right
+    check_initial_readout       whether V and Q can learn from where they begin
+
+This is the one file of hf/ that stands on model.py.
 """
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from model import ActorCritic, Batch, float32_logits, make_batch, restricted_log_softmax
-from runtime.attention import PIECE_LENGTH
-from runtime.compile import warn
+from hf.attention import PIECE_LENGTH, causal_inputs, unsupported
+from hf.compile import accelerate, warn
+from model import (ActorCritic, Batch, float32_logits, make_batch, restricted_log_softmax,
+                   rows_of)
 
 # ----------------------------------------------------------------------- exact results, and errors
 
@@ -92,7 +97,7 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
                 raise ValueError(f"the error of its {what} is {excess[0]:.2g}, and rounding "
                                  f"explains at most {excess[1]:.2g}")
     except Exception as error:  # kernels fail in ways of their own
-        lm.model.zero_grad(set_to_none=True)
+        zero_gradients(lm)
         warn(f"compiled scoring is not used: {error}")
         return lm
     return fast
@@ -102,20 +107,40 @@ def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
     """-> "scores": all numbers of lm.score(batch). Their sum is differentiated: for each parameter,
     "gradients" has the projection of its gradient on a fixed vector of random signs, and "norms"
     the gradient's norm."""
-    lm.model.zero_grad(set_to_none=True)
+    zero_gradients(lm)
     scores = torch.cat(lm.score(batch))
     scores.sum().backward()
     projections, norms = [], []
-    for n, p in enumerate(lm.model.parameters()):
+    for n, p in enumerate([*lm.model.parameters(), *lm.value_rows.parameters()]):
         if p.grad is not None:
             generator = torch.Generator(p.device).manual_seed(n)
             signs = torch.randint(0, 2, p.shape, generator=generator, device=p.device,
                                   dtype=torch.int8)
             projections.append((p.grad.float() * (2 * signs - 1)).sum())
             norms.append(p.grad.float().norm())
-    lm.model.zero_grad(set_to_none=True)
+    zero_gradients(lm)
     return {"scores": scores.detach(), "gradients": torch.stack(projections),
             "norms": torch.stack(norms)}
+
+
+def zero_gradients(lm: ActorCritic) -> None:
+    lm.model.zero_grad(set_to_none=True)
+    lm.value_rows.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def check_initial_readout(lm: ActorCritic, ids: list[int]) -> None:
+    """ValueError: V and Q of an empty response to this prompt are both beyond the bounds of Eq. 1,
+    where its gradient is 0."""
+    ids = [*ids, lm.chat.end_of_turn_id()]  # an empty response: V is read before it, Q at it
+    hidden = lm.hidden_states(torch.tensor([ids], device=lm.device))[0, len(ids) - 2:len(ids)]
+    plus, minus = lm.value_rows(hidden.float()).unbind(-1)
+    v, q = (plus - minus).tolist()
+    if min(abs(v), abs(q)) > lm.tau_v:
+        raise ValueError(f"the value readouts are saturated from the start: the logits of tokens "
+                         f"{lm.value_ids} differ by {v:.2f} and {q:.2f}, and beyond tau_v Eq. 1 "
+                         "has no gradient. Choose two others with --value_tokens A B, or --tau_v "
+                         f"above {2 * max(abs(v), abs(q)):.1f}")
 
 
 # --------------------------------------------------------------------------------------- sampling
@@ -141,7 +166,7 @@ def check_against_reference(sampler) -> str:
     choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
     description of what rounding does not explain, or ""."""
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
-    stops, rows = sampler.is_stop.clone(), random_readout_rows(lm)
+    stops, rows = sampler.is_stop.clone(), random_value_rows(lm)
     steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
     while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
         texts[0] += " " + CHECK_PROMPTS[0]
@@ -156,7 +181,7 @@ def check_against_reference(sampler) -> str:
         layer.keys.zero_()  # a fast way that failed may have left NaN
         layer.values.fill_(1000.0)  # attending to what is not there shows in every result
     try:
-        sampler.read_value_rows = lambda: rows
+        sampler.lm = replace(lm, value_rows=rows)  # it copies them at every prefill
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
                 ids += encode_check_prompt(lm, texts[key], ids)[:room]
@@ -174,7 +199,7 @@ def check_against_reference(sampler) -> str:
                 responses.append((response, uniforms[key][:len(response.ids)]))
         sampled, plain, exact = sampled_plain_exact(sampler, sequences, rows)
     finally:
-        sampler.read_value_rows = lm.value_rows
+        sampler.lm = lm
         sampler.is_stop.copy_(stops)
         sampler.forget()
         sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
@@ -185,14 +210,16 @@ def check_against_reference(sampler) -> str:
     return ""
 
 
-def random_readout_rows(lm) -> tuple:
-    """Random rows in place of lm.value_rows() that make V and Q about 0.3 R_max. A new model's are
+@torch.no_grad()
+def random_value_rows(lm) -> torch.nn.Linear:
+    """Random numbers in place of lm.value_rows that make V and Q about 0.3 R_max. A new model's are
     0, with which V and Q would look right whatever hidden state they were read from."""
     ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
     hidden = lm.hidden_states(ids).float()
-    rows = torch.randn(2, hidden.shape[-1], generator=torch.Generator().manual_seed(0))
-    rows = rows.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean()
-    return rows.to(lm.head.weight.dtype).float(), lm.value_rows()[1]
+    rows = rows_of(lm.value_rows, (0, 1), trained=True)
+    weight = torch.randn(rows.weight.shape, generator=torch.Generator().manual_seed(0))
+    rows.weight.copy_(weight.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean())
+    return rows
 
 
 def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
@@ -215,7 +242,7 @@ def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
 
     def hidden_states():
         return lm.model.base_model(input_ids=batch.ids, use_cache=False,
-                                   **lm.causal_kwargs(batch.ids)).last_hidden_state
+                                   **causal_inputs(lm.model, batch.ids)).last_hidden_state
 
     def distribution(hidden, index):
         """Indices of tokens (m,) -> log-probs and the cdf there, (m, W). Greedy decoding has
@@ -248,6 +275,31 @@ def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
     return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},
             {"log-probs": logp_plain, "choices of tokens": rounding, "V and Q": value_plain},
             {"log-probs": logp_exact, "choices of tokens": zeros, "V and Q": value_exact})
+
+
+# by model: {(context, compile): whether the fast way of decoding is right}
+verified = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def choose_decoding(sampler, compile: bool, check: bool | None) -> None:
+    """Makes a rollout.Sampler decode in the fast way, if it has one and that is right, else in the
+    plain way, and remembers which. With check=False it relies on what was found before, and on the
+    fast way if nothing was; with None it checks if nothing was found before. ValueError: the kv
+    engine does not support the model."""
+    model = sampler.lm.model
+    has_fast_way = sampler.gpu or compile
+    ways, kind = verified.setdefault(model, {}), (sampler.context, compile)
+    if check is False or check is None and kind in ways:
+        accelerate(sampler, has_fast_way and ways.get(kind, True), compile)
+        return
+    accelerate(sampler, has_fast_way, compile)
+    fast = has_fast_way and fast_way_is_right(sampler)
+    if not fast:
+        accelerate(sampler, False, compile)
+        if error := check_against_reference(sampler):
+            raise unsupported(model, error)
+    ways[kind] = fast
 
 
 def fast_way_is_right(sampler) -> bool:

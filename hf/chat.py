@@ -1,0 +1,346 @@
+"""The chat format of a model: messages -> the token ids of a conversation, by the chat template of
+its tokenizer. Token ids are appended and never rendered again, and text that is not ours cannot
+speak as somebody else.
+
+    Chat(tokenizer).encode_messages([{"role": "user", "content": "Hello"}])
+    check_messages      what is wrong with messages
+"""
+import datetime
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+log = logging.getLogger("sapo")
+
+# what the system message says of tools, where a template doesn't
+TOOLS = """You can call functions. Each of these lines describes one:
+<tools>
+{schemas}
+</tools>"""
+CALLS = """To call a function, write its name and arguments as JSON in this form, and in no other:
+<tool_call>
+{"name": NAME, "arguments": {ARGUMENT: VALUE, ...}}
+</tool_call>"""
+# how a template says the same itself, as Qwen's does
+ASKS_FOR_THESE_CALLS = re.compile(r'<tool_call>\s*{[^{}]*"arguments"')
+
+# tags that a model is to write as text, though some tokenizers have tokens for them
+TAGS = {"<think>", "</think>", "<action>", "</action>", "<tool_call>", "</tool_call>"}
+
+
+def check_messages(messages, before=()) -> None:
+    """ValueError: these are no messages of a system, a user or tools, such as can follow `before`,
+    the token ids of the conversation so far."""
+    form = 'messages are a list of {"role": "system", "user" or "tool", "content": text}'
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{form}, with one or more of them; these are {messages!r:.80}")
+    for message in messages:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ValueError(f"{form}; one of these is {message!r:.80}")
+        if message["role"] == "assistant":
+            raise ValueError(f"{form}; \"assistant\" is the model itself, which only responds")
+        if message["role"] not in ("system", "user", "tool"):
+            raise ValueError(f"{form}; one of these has the role {message['role']!r:.40}")
+        if not isinstance(message["content"], str):
+            raise ValueError(f"{form}; one of these has the content {message['content']!r:.80}")
+    not_first = messages if before else messages[1:]
+    if any(message["role"] == "system" for message in not_first):
+        raise ValueError("a system message is only possible at the start of a conversation")
+
+
+# How a template writes a content: as it is, without blanks around it, or within a JSON string
+
+def unchanged(content: str) -> str:
+    return content
+
+
+def stripped(content: str) -> str:
+    return content.strip()
+
+
+def json_escaped(content: str) -> str:
+    """So Llama 3 writes what a tool returned: a newline as \\n, for example."""
+    return json.dumps(content, ensure_ascii=False)[1:-1]
+
+
+class Layout(NamedTuple):
+    """What a template writes around the contents of messages. It renders n of them as
+    texts[0] + forms[0](content 0) + texts[1] + ... + forms[n-1](content n-1) + texts[n]."""
+
+    texts: list  # n + 1 strings
+    forms: list  # n functions: unchanged, stripped or json_escaped
+
+
+class Chat:
+    """Converts messages into the token ids of a conversation, by the tokenizer's chat template.
+    `date` is what the template takes for today (default: the day on which this is made); it can be
+    set later. ValueError: the tokenizer has no suitable template.
+
+    A template is a program. To append to token ids, we must know the strings that it writes around
+    the contents of messages: their Layout. So we render messages with contents that can be found
+    again, here @0@, @1@ and @2@, and cut the text there. With ChatML, for example,
+
+        <|im_start|>user
+        @0@<|im_end|>
+        <|im_start|>assistant
+        @1@<|im_end|>
+        <|im_start|>user
+        @2@<|im_end|>
+        <|im_start|>assistant
+
+    gives these attributes:
+
+        begin    "<|im_start|>user\\n"                      before the first message of the user
+        end      "<|im_end|>\\n<|im_start|>assistant\\n"     after it, up to the response
+        between  "<|im_end|>\\n<|im_start|>user\\n"          after a response, up to the user's next
+        appends  True: the next turn is written in the same way, so a conversation can grow
+        response_prefix  "": what the template itself writes of a response; R1's is "<think>\\n"
+    """
+
+    def __init__(self, tokenizer, date: str | None = None):
+        self.tokenizer = tokenizer
+        self.date = date or datetime.date.today().isoformat()
+        self.layouts = {}  # of layout_of: rendering the template in every turn would be slow
+        self.lacks_tool_role = False
+        try:
+            self.render([{"role": role, "content": "-"} for role in ("user", "assistant", "user")])
+        except Exception as error:  # there is no template, or it fails in a way of its own
+            raise ValueError("the chat template fails with messages of user, assistant and user: "
+                             f"{error}") from None
+        if not tokenizer.is_fast:
+            raise ValueError("this is not one of transformers' fast tokenizers")
+        layout = self.probe(["user", "assistant", "user", "assistant", "user"])
+        if not layout:
+            raise ValueError("the chat template drops or repeats messages: choose an instruct "
+                             "model whose template keeps all of them")
+        _, user_to_assistant, assistant_to_user, *next_turn, _ = layout.texts
+        # not so if the template numbers its messages, for example
+        self.appends = next_turn == [user_to_assistant, assistant_to_user]
+        self.begin, self.end = self.probe(["user"]).texts
+        self.between = self.after_response(assistant_to_user)
+        self.check_generation_prompt(user_to_assistant)
+        self.protect(())
+        self.response_prefix = self.find_response_prefix(self.end)
+
+    def check_generation_prompt(self, user_to_assistant: str) -> None:
+        """ValueError: the template ignores add_generation_prompt. It may do so if the user's
+        message ends with what comes before a response anyway, such as Mistral's "[/INST]"."""
+        ignored = self.probe(["user"], begin_response=False).texts == [self.begin, self.end]
+        before_response = user_to_assistant.partition("<think>")[0].rstrip()
+        if ignored and not self.end.startswith(before_response):
+            raise ValueError("the chat template ignores add_generation_prompt, so nothing would "
+                             "tell the model that its response begins")
+
+    # --------------------------------------------------- what the template writes around contents
+
+    def render(self, messages: list, tools=None, begin_response: bool = True) -> str:
+        """Messages, of the assistant too -> text, up to where the next response begins."""
+        template = self.tokenizer.get_chat_template(tools=tools)
+        today = datetime.date.fromisoformat(self.date)
+        # transformers passes no function to a template, so what strftime_now("%d %b %Y") returns is
+        # written in its place
+        template = re.sub(r"""strftime_now\(\s*("[^"]*"|'[^']*')\s*\)""",
+                          lambda call: today.strftime(call[1]), template)
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, tokenize=False,
+            add_generation_prompt=begin_response)
+
+    def probe(self, roles: Iterable[str], tools=None, begin_response: bool = True) -> Layout | None:
+        """The Layout of messages of these roles, found by rendering some. None: the template fails
+        with them, or drops, repeats or reorders their contents."""
+        messages = []
+        for i, role in enumerate(roles):
+            # a tab, a quote and a newline show whether a content is stripped or escaped; nobody
+            # needs to know that of responses, which the model writes
+            content = f"@{i}@" if role == "assistant" else f'\t@{i}"\n@\t'
+            messages.append({"role": role, "content": content})
+        try:
+            rendered = self.render(messages, tools, begin_response)
+        except Exception:  # of any kind: a template raises what it likes
+            return None
+        layout = Layout([], [])
+        rest = rendered
+        for content in (message["content"] for message in messages):
+            form = next((form for form in (unchanged, stripped, json_escaped)
+                         if rendered.count(form(content)) == 1), None)
+            if not form or form(content) not in rest:
+                return None
+            text, _, rest = rest.partition(form(content))
+            layout.texts.append(text)
+            layout.forms.append(form)
+        layout.texts.append(rest)
+        return layout
+
+    def layout_of(self, roles: tuple, follows_response: bool, tools=None) -> Layout | None:
+        """The Layout of messages of these roles at the start of a conversation, or of those that
+        follow a response. None: the template cannot write them, or not in each turn alike."""
+        key = roles, follows_response, json.dumps(tools), self.date
+        if key not in self.layouts:
+            if follows_response:
+                layout = self.probe_after_response(roles)
+            else:
+                layout = self.probe(roles, tools)
+            # response_prefix holds for every response: the parser of actions reads it before each
+            if layout and self.find_response_prefix(layout.texts[-1]) != self.response_prefix:
+                layout = None
+            self.layouts[key] = layout
+        return self.layouts[key]
+
+    def probe_after_response(self, roles: tuple) -> Layout | None:
+        """The Layout of messages of these roles that follow a response. None: the template cannot
+        write them, or writes them in another way when that happens a second time."""
+        turn = ["assistant", *roles]
+        layout = self.probe(["user", *turn, *turn])
+        if not layout:
+            return None
+        # texts[i] stands before message i: 0 is the user, 1 the first response, then come `roles`
+        first = 2
+        second = first + len(turn)
+        first_texts = layout.texts[first:first + len(roles)]
+        second_texts = layout.texts[second:second + len(roles)]
+        if first_texts != second_texts:
+            return None
+        after_response, *between = second_texts
+        end = layout.texts[-1]
+        return Layout([self.after_response(after_response), *between, end], layout.forms[second:])
+
+    def after_response(self, text: str) -> str:
+        """The template's text after a response, as it follows what a model has written. Llama 2's
+        is " </s>", for example, and a model ends its response without that blank."""
+        control = tuple(x.content for x in self.tokenizer.added_tokens_decoder.values())
+        return text.lstrip() if text.lstrip().startswith(control) else text
+
+    def find_response_prefix(self, end: str) -> str:
+        """The beginning of a response in the template's last text: "<think>\\n" if that text is
+        "<|im_start|>assistant\\n<think>\\n"; "" if there is none."""
+        start = end.rfind("<think>")
+        if start < 0:
+            return ""
+        prefix = end[start:]
+        # if a message ends after this <think>, it is from the instructions in that message
+        return "" if self.control.search(prefix) else prefix
+
+    # ------------------------------------------------------------------------ texts -> token ids
+
+    def protect(self, ids) -> None:
+        """From now on, `encode` produces no control token from the text that it is given: no
+        special token, and no added token that is in `ids` or in the template. The tags of thoughts,
+        actions and calls stay as they are."""
+        template = self.begin + self.between + self.end
+        if with_tool := self.probe(["user", "assistant", "tool"]):
+            template += "".join(with_tool.texts)
+        ids = {*ids, *self.template_ids(template)}
+        added = self.tokenizer.added_tokens_decoder  # id: the token
+        names = {token.content for i, token in added.items() if token.special or i in ids}
+        self.control = first_letters(names - TAGS)
+
+    def template_ids(self, text: str) -> list[int]:
+        """The token ids of a text from the template, in which control tokens are meant."""
+        backend = self.tokenizer.backend_tokenizer  # twice as fast as calling the tokenizer
+        backend.no_truncation()  # somebody's call of the tokenizer may have left both on
+        backend.no_padding()
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def encode(self, *contents: str, texts=("", "")) -> list[int]:
+        """The token ids of contents that are not ours, with the template's `texts` before, between
+        and after them. Where a content spells a control token, such as <|im_end|>, it is split
+        after the first letter and encoded in two parts. So no game can end the user's message and
+        speak as somebody else."""
+        parts = [texts[0]]
+        for content, text in zip(contents, texts[1:]):
+            # a token may reach from the template's text into the content, or back: these are joined
+            start, *others = self.split_control_tokens(content)
+            parts[-1] += start
+            parts += others
+            parts[-1] += text
+        ids = []
+        for part in parts:
+            ids += self.template_ids(part)
+        return ids
+
+    def split_control_tokens(self, content: str) -> list[str]:
+        """"The end<|im_end|>" -> ["The end<", "|im_end|>"]; a content without any is one part."""
+        cuts = [letter.end() for letter in self.control.finditer(content)]
+        return [content[start:stop] for start, stop in zip([0, *cuts], [*cuts, None])]
+
+    def end_of_turn_id(self) -> int:
+        """The token that ends the assistant's message: the first one between a response and the
+        next user message."""
+        return self.encode("-", texts=(self.between, self.end))[0]
+
+    # --------------------------------------------------------------------- messages -> token ids
+
+    def encode_user_turn(self, text: str, before=()) -> list[int]:
+        """encode_messages for one message of the user."""
+        return self.encode_messages([{"role": "user", "content": text}], before)
+
+    def encode_messages(self, messages: list, before=(), tools=None) -> list[int]:
+        """The token ids of the messages since the last response, [{"role": "system", "user" or
+        "tool", "content": text}, ...], up to where the next response begins. `before`: those of the
+        conversation so far; if it ends with the end-of-turn token, that is not repeated. `tools`:
+        JSON schemas of functions that can be called, which are shown at the start.
+
+        If the template has no place for messages of these roles, for example for what a tool
+        returned, they become one message of the user. ValueError: see check_messages; or the
+        template is such that nothing can be appended."""
+        check_messages(messages, before)
+        tools = None if before else tools
+        if tools:
+            messages, tools = self.show_tools(messages, tools)
+        roles = tuple(message["role"] for message in messages)
+        # blanks around what a tool returned can mean something
+        contents = [message["content"] if message["role"] == "tool" else message["content"].strip()
+                    for message in messages]
+        layout = self.layout_of(roles, bool(before), tools)
+        if not layout:
+            contents = ["\n\n".join(content for content in contents if content).strip()]
+            layout = self.layout_of(("user",), bool(before), tools)
+            if not layout:
+                raise ValueError("the chat template writes a message in another way when others "
+                                 "came before it, so a conversation cannot grow token by token: "
+                                 "use --context window or, for an environment with tools, another "
+                                 "model")
+            if "tool" in roles and not self.lacks_tool_role:
+                self.lacks_tool_role = True
+                log.warning("the chat template has no role for what a tool returned, or none that "
+                            "is the same in every turn: the model gets it as a user's message")
+        contents = [form(content) for form, content in zip(layout.forms, contents)]
+        ids = self.encode(*contents, texts=layout.texts)
+        if before and ids[0] == before[-1]:  # the end-of-turn token, which the model has written
+            return ids[1:]
+        return ids
+
+    def show_tools(self, messages: list, tools: list) -> tuple:
+        """The messages at the start of a conversation, and JSON schemas of tools -> the messages,
+        and the schemas to give to the template, or None. What the template would not say (the
+        schemas, or that calls are <tool_call> with JSON for every model) is added to the system
+        message."""
+        without = self.layout_of(("user",), follows_response=False)
+        shown = self.layout_of(("user",), follows_response=False, tools=tools)
+        if shown and ASKS_FOR_THESE_CALLS.search("".join(shown.texts)):
+            return messages, tools
+        system = [CALLS]
+        if not shown or shown == without:  # the template has no place for tools
+            schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            system = [TOOLS.replace("{schemas}", schemas), CALLS]
+            tools = None
+        if messages[0]["role"] == "system":
+            system = [messages[0]["content"].strip(), *system]
+            messages = messages[1:]
+        return [{"role": "system", "content": "\n\n".join(system)}, *messages], tools
+
+
+def first_letters(names: Iterable[str]) -> re.Pattern:
+    """A pattern that matches the first letter of each name in a text: of <|user|>, <|end|> and
+    [INST] it is `<(?=\\|end\\|>|\\|user\\|>)|\\[(?=INST\\])`. So names that overlap are found, too,
+    and where none can start, the search is fast, though some tokenizers have hundreds. Names of one
+    letter are left out."""
+    names = sorted(name for name in names if len(name) > 1)
+    patterns = []
+    for letter, same_letter in itertools.groupby(names, key=lambda name: name[0]):
+        rests = "|".join(re.escape(name[1:]) for name in same_letter)
+        patterns.append(f"{re.escape(letter)}(?={rests})")
+    return re.compile("|".join(patterns) or "(?!)")  # (?!) matches nothing

@@ -1,0 +1,137 @@
+"""Tests of training/settings.py."""
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+import torch
+
+import train
+from model import ActorCritic
+from runtime import cli
+from runtime.testing import HERE, INF, NAN, TINY_HOUSE, on_the_cpu, read_lines, run_main
+from tools.imitate import random_tiny
+from training.settings import ALGOS, RESUME_MUTABLE, learner_class
+
+
+def test_settings_are_the_papers_then_those_recommended_then_those_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paper, tiny = train.Config(), train.settings()
+    assert (paper.lr, paper.iterations, paper.batch_size, paper.horizon) == (1e-6, 150, 128, None)
+    assert (tiny.lr, tiny.iterations, tiny.max_prompt) == (4e-4, 24, 8192)
+    assert train.settings(model="me/other").lr == paper.lr
+    assert train.settings(lr=0.5, context="full") == dataclasses.replace(
+        tiny, lr=0.5, context="full", max_prompt=None)
+    shutil.copytree(TINY_HOUSE, "mine")  # a folder carries its settings wherever it is
+    assert train.settings(model="mine") == dataclasses.replace(tiny, model="mine")
+    assert train.settings(algo="grpo").group_size == 8
+    assert train.settings(env="webshop", model="me/other").mini_batch == 64
+    assert train.parse(["--lr", "0.5"]).lr == 0.5
+    complete = train.settings(model="me/other")
+    assert (complete.horizon, complete.eval_games, complete.max_prompt, complete.dtype) == (
+        20, 192, 2048, "float32")
+    assert (complete.context, complete.compile, complete.r_max, complete.tau_v) == (
+        "window", False, 10, 1)
+    # what is None in a complete config means what it says: no folder, no limit, the free tokens
+    assert {name for name, value in vars(complete).items() if value is None} == {
+        "data", "out", "max_num_seqs", "value_tokens", "wandb"}
+    for name, value in (("context", "ful"), ("engine", "KV"), ("dtype", "fp16")):
+        with pytest.raises(ValueError, match=f"{name} is '{value}'; it can be "):
+            train.Config(**{name: value})
+
+
+def test_remedies_for_out_of_memory_are_allowed_with_resume():
+    says = cli.in_one_line(torch.OutOfMemoryError("CUDA out of memory"))
+    assert {*re.findall(r"--(\w+)", says)} - {"resume"} <= RESUME_MUTABLE
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--eval_every 1 --eval_games 0", "--eval_every needs --eval_games"),
+    ("--batch_size 6 --group_size 4", "--group_size 4 does not divide --batch_size 6"),
+    ("--algo empg --old_logprobs rollout", "--algo empg needs entropies"),
+    ("--algo grpo --group_size 1", "--group_size must be above 1")])
+def test_settings_that_do_not_fit_each_other_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        config = train.parse(flags.split())
+        learner_class(config.algo)(random_tiny(), config)
+
+
+def test_limit_of_a_prompt_depends_on_the_context():
+    assert train.parse(["--context", "full"]).max_prompt is None
+    assert train.parse([]).max_prompt == 8192
+
+
+def test_defaults_are_those_of_the_readme():
+    text = pathlib.Path(f"{HERE}/README.md").read_text(encoding="utf-8")
+    c = train.Config()
+    lm = ActorCritic
+    for default in (f"R_max {lm.r_max:g}", f"γ = λ = {c.gamma:g}", f"τ_v {lm.tau_v:g}",
+                    f"c_V {c.c_v:g}", f"c_Q {c.c_q:g}", f"ε = ε_V = ε_Q = {c.clip:g}",
+                    f"c_H {c.c_h:g}", f"c_inv {c.c_inv:g}"):
+        assert default in " ".join(text.split()), default
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--lr nan", "--lr must be at least 0 and finite; it is nan"), ("--gamma 2", "at most 1"),
+    ("--max_num_seqs -1", "at least 1"), ("--history -1", "at least 0"), ("--r_max inf", "finite")])
+def test_settings_out_of_range_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        train.parse(flags.split())
+
+
+def test_settings_without_effect_are_named(capsys):
+    train.parse("--algo ppo --gamma 0.9".split())
+    assert "--gamma has no effect with --algo ppo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, value", [("lr", "1e-4"), ("batch_size", 2.5), ("seed", "0")])
+def test_settings_are_numbers(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a"):
+        train.Config(**{name: value})
+
+
+@pytest.mark.parametrize("name, value", [
+    ("lr", NAN), ("clip", -1.0), ("gamma", 1.5), ("mini_batch", 0), ("beta", INF), ("horizon", 0)])
+def test_settings_are_checked_where_they_are_made(name, value):
+    with pytest.raises(ValueError, match=f"--{name} must be at least"):
+        train.Config(**{name: value})
+    with pytest.raises(ValueError, match=f"--{name} must be at least"):
+        dataclasses.replace(train.Config(), **{name: value})
+
+
+def test_methods_are_found_by_name():
+    """A method is MODULE:CLASS, or has a short name for that."""
+    for name, long in ALGOS.items():
+        assert issubclass(learner_class(name), train.Learner)
+        assert learner_class(name) is learner_class(long)
+    assert learner_class("sapo") is train.Learner
+    for name, says in (("grop", "known: sapo, ppo-turns, ppo, grpo"), ("no.such:Mine", "No module"),
+                       ("train:Mine", "no attribute 'Mine'"),
+                       ("json:JSONDecoder", "it is no train.Learner")):
+        with pytest.raises(ValueError, match=f"--algo {name}: .*{says}"):
+            train.settings(algo=name)
+
+
+MINE = """from sapo import normalize_advantages
+import train
+
+class ByReturn(train.Learner):
+    unused = ("gae_lambda",)
+
+    def targets(self, batch, old):
+        targets = super().targets(batch, old)
+        adv = normalize_advantages(targets.returns)
+        return targets._replace(adv=adv[batch.turn_of_token])
+"""
+
+
+def test_estimator_of_a_user_trains_from_outside_the_repository(tmp_path, monkeypatch, capsys):
+    (tmp_path / "by_return.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    run_main(train, monkeypatch, "--algo", "by_return:ByReturn", "--batch_size", 4, "--iterations",
+             1, "--horizon", 3, "--eval_games", 2, "--gae_lambda", 0.5, "--out", "run")
+    assert "--gae_lambda has no effect with --algo by_return:ByReturn" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/config.json").read_text())["algo"] == "by_return:ByReturn"
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 1
