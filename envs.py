@@ -4,16 +4,17 @@
     obs, info = env.reset(tasks("house", "train")[0])
     action, valid = env.parse_action("<think>...</think> <action>go to fridge 1</action>")
     obs, reward, terminated, truncated, info = env.step(action)      as in Gymnasium
-    env.expert()                   a list of commands that wins from here, or None
 
-The file reads from the prompts and the parser of <action> to `Env`, the base class, and `ToolEnv`,
-whose actions are calls of tools; then to the environments by name and to playing one by hand. Those
-that exist are in environments/, found in the way in which your own is, and examples of it.
+    python envs.py [--env alfworld|webshop|MODULE:CLASS --data DIR]     play an episode yourself
 
+The file begins with what an environment is: `Env`, the base class, and `ToolEnv`, whose actions are
+calls of tools. Whoever writes one needs no more. Then come the prompts of text games and the parser
+of <action>; the environments by name, and the pool that plays them; and playing one by hand.
+
+Those that exist are in environments/, found in the way in which your own is, and examples of it.
 The prompts carry the same information as verl-agent's (commit 796ed31, the GiGPO paper's
 framework), but are worded differently. A Pool plays many games side by side in worker processes
 (runtime/workers.py). They import this file, so nothing here imports torch: they start quickly.
-    python envs.py [--env alfworld|webshop|MODULE:CLASS --data DIR]     play an episode yourself
 """
 import argparse
 import contextlib
@@ -32,237 +33,118 @@ from runtime.workers import (EnvWorker, WorkerPool, as_python, is_importable, ob
                              processes_per_rank)
 
 REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
-
-# ------------------------------------------------------------------------- prompts and actions
-
 ROLE = "You live in a text world and solve one task in it by typing commands."
-ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, "
-          "and nothing else, inside <action> </action>.")
-WITHOUT_COMMANDS = ("Reason about what to do next inside <think> </think>. Then give your action, "
-                    "and nothing else, inside <action> </action>.")
-FIRST = "{role}\n{obs}"
-LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n"
-         "{history}\nStep {now}. What you see: {obs}")
-PAST = "What you saw: {obs}\nWhat you did: {action}"
-COMMANDS = "Commands that work now: [{commands}]."
-SAME_WAY = " Answer every later message in the same way."
-
-
-def quoted(commands):
-    """The commands as a prompt lists them."""
-    return ", ".join(f"'{c}'" for c in commands)
-
-
-def paragraphs(*texts):
-    return "\n\n".join(text for text in texts if text).strip()
-
-
-def user_message(text):
-    return [{"role": "user", "content": text}]
-
-
-def action_text(action):
-    """An action as it is written into text."""
-    return action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
-
-
-def depth(value):
-    """How deeply lists and dicts are nested in it."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(depth, parts), default=0)
-
-
-class PromptBuilder:
-    """Records what the agent has seen in one game, and makes the model's messages of it. Chat
-    messages of the environment are passed on as they are; an observation that is text becomes one
-    message of the user, with what this class adds to it."""
-
-    first = FIRST  # the prompt of the first turn, and the beginning of a conversation
-    later = LATER  # the prompt of a later turn of "window"
-    listing = COMMANDS  # the paragraph that lists the commands
-    unlisted = ()  # commands that work and are not listed
-
-    def __init__(self, obs, info, role=ROLE, instruction=None, system=None):
-        self.obs, self.info = obs, info  # the latest
-        self.history = []  # (obs, action) of the turns so far
-        self.system = [{"role": "system", "content": system}] if system else []  # messages
-        self.role = role
-        if instruction is None:
-            instruction = WITHOUT_COMMANDS if info["admissible"] is None else ANSWER
-        self.instruction = instruction
-
-    def record(self, action, obs, info):
-        """Records a turn: the environment answered `action` with `obs` and `info`."""
-        self.history.append((self.obs, action))
-        self.obs, self.info = obs, info
-
-    def format_obs(self, obs):
-        """An observation as prompts show it. ValueError: it is not text."""
-        if not isinstance(obs, str):
-            raise ValueError("observations that are chat messages need one growing conversation, "
-                             '--context full: set context = "full" in the environment')
-        return obs.strip()
-
-    def accepts(self, action, valid):
-        """Whether the game can use this action now: any valid one, if it lists no commands."""
-        commands = self.info["admissible"]
-        return valid if commands is None else action in commands
-
-    def fields(self):
-        """The fields of this turn's prompt."""
-        return {"role": self.role, "task": self.info["task"], "obs": self.format_obs(self.obs)}
-
-    def listed(self):
-        """The commands that the prompt lists."""
-        return [c for c in self.info["admissible"] if c not in self.unlisted]
-
-    def commands(self):
-        """The paragraph that lists the commands."""
-        if self.info["admissible"] is None:
-            return ""
-        return self.listing.format(commands=quoted(self.listed()))
-
-    def full_commands(self):
-        """The same for a message of "full", which follows earlier messages."""
-        return self.commands()
-
-    def window_prompt(self, k=2):
-        """--context window: one message, rebuilt every turn, with the last k turns of the past."""
-        n = len(self.history)
-        past = [PAST.format(obs=self.format_obs(obs), action=action_text(action))
-                for obs, action in self.history[max(0, n - k):]]
-        text = (self.later if n else self.first).format(
-            **self.fields(), steps=n, history="\n".join(past), now=n + 1)
-        return paragraphs(text, self.commands(), self.instruction)
-
-    def full_prompt(self):
-        """--context full: what is new in this turn. The first message also has what holds for all
-        turns."""
-        if self.history:
-            return paragraphs(self.format_obs(self.obs), self.full_commands())
-        instruction = self.instruction and self.instruction + SAME_WAY
-        return paragraphs(self.first.format(**self.fields()), self.full_commands(), instruction)
-
-    def messages(self, context, history):
-        """The lists of chat messages that a turn may send, from the longest to the shortest. In
-        "window" every list is a whole conversation, with up to `history` turns of the past; in
-        "full" there is one list, of what is new."""
-        if context == "full":
-            yield self.new_messages()
-        else:
-            for k in range(history, -1, -1):
-                yield self.system + user_message(self.window_prompt(k))
-
-    def new_messages(self):
-        """The messages that this turn adds to a conversation."""
-        before = [] if self.history else self.system
-        new = user_message(self.full_prompt()) if isinstance(self.obs, str) else self.obs
-        return before + new
-
-
-def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
-    """A response -> (action, valid). The action is the text between the first pair of action tags
-    behind the thought or, if there is none, before it:
-
-        <think> a </think> <action>look</action>        look, valid
-        <action>look</action> <think> a </think>        look, valid
-        <action>look</action>                           look, invalid
-
-    A thought can quote the tags: it ends at the last </think> that follows an </action>, if there
-    is one. So the action of
-
-        <think> Not </think> <action>go</action>. </think> <action>look</action>
-
-    is "look". A response is valid if it has a pair of think tags, too, and, as in verl-agent, no
-    Chinese character. If no action is found, the last `fallback` characters are it, and invalid.
-    Tags may be in any case. What a chat template begins a response with, <think> and a line break
-    or an empty thought, is no part of the last characters."""
-    text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
-    thought = 0 <= text.find("<think>") < text.find("</think>")
-    answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
-    while "</think>" in (rest := answer.partition("</action>")[2]):
-        answer = rest
-    for part in answer, text.partition("<think>")[0]:
-        start, end = part.find("<action>"), part.find("</action>")
-        if 0 <= start < end:
-            action = part[start + len("<action>"):end].strip()
-            return action, thought and not re.search(r"[\u4e00-\u9fff]", text)
-    text = re.sub("^<think>\n(\n</think>\n\n)?", "", text)  # as some chat templates begin
-    return text[max(0, len(text) - fallback):], False
-
 
 # --------------------------------------------------------------- the protocol of an environment
 
 class Env:
-    """The base class of environments, your own too. A subclass has
+    """The base class of environments, your own too. A small one, in a file guess.py:
 
-        tasks(split) -> ids, str or int, of "train" and of held_out[0], which share none
-        reset(task) -> (obs, info)
-        step(action) -> (obs, reward, terminated, truncated, info)      as in Gymnasium
+        class GuessDigit(envs.Env):
+            def tasks(self, split):
+                return range(100) if split == "test" else range(100, 1000)
 
-    obs is text, which the prompt shows between `role` and `instruction`; the first one must state
-    the task. Or it is a list of chat messages, [{"role": "user", "content": "..."}, ...], which are
-    passed on as they are and need context = "full". A game may begin with a message of "system";
-    after a response, messages of "tool" are possible, too. Beside such messages the model is shown
-    `system` and the tools, but not `role` and `instruction`.
+            def reset(self, task):
+                self.digit = str(random.Random(task).randrange(10))
+                return "Guess my digit, from 0 to 9.", {}
 
-    action is what the class method parse_action(text) -> (action, valid) has found in a response:
-    text, or anything else that JSON can hold. `text` includes what the chat template began the
-    response with. The default finds <action>...</action> behind a thought; without a thought it is
-    invalid, see tagged_action. A class with a parse_action of its own also has an `instruction`,
-    which tells the model how to answer, and, for commands and demonstrators, a class method
-    format_response, which writes what parse_action reads. Nonsense must not be an exception: step
-    gets invalid actions, too, such as the whole text.
+            def step(self, action):
+                if action == self.digit:
+                    return "Right.", 1.0, True, False, {}
+                hint = "higher" if action < self.digit else "lower"
+                return f"It is {hint}.", 0.0, False, False, {}
+
+    With `import random` and `import envs` above it, it can be played already, which is the way to
+    try one: python envs.py --env guess:GuessDigit.
+
+    You must write three methods. The base class leaves them undefined, so that they can come from a
+    mixin, also from one that is named behind it: class Mine(envs.Env, Game).
+
+        tasks(split)    -> task ids, str or int, of the split "train" and of the split held_out[0].
+                        The two share none. They are always the same
+        reset(task)     -> (obs, info). It must reset everything: an object plays many games
+        step(action)    -> (obs, reward, terminated, truncated, info), as in Gymnasium. Nonsense
+                        must not be an exception: step also gets the action of a response that is
+                        not in the format, which can be the response's whole text
+
+    The same actions must lead to the same answers, because the games of a worker that died are
+    played again. Many objects are used at once in one process.
+
+    The return from a turn on is the sum of the rewards from there on, discounted by --gamma. It
+    must be within +-r_max, or a run warns. With --algo ppo, the return is that of the whole
+    episode, and it is not discounted.
+
+    obs is one of these:
+
+        text            The prompt shows it between `role` and `instruction`. The first one must
+                        state the task
+        chat messages   [{"role": "user", "content": "..."}, ...], which are passed on as they are
+                        and need context = "full". A game may begin with a message of "system";
+                        after a response, messages of "tool" are possible, too. Beside such messages
+                        the model is shown `system` and the tools, but not `role` and `instruction`
 
     info may be empty. It can have
 
-        admissible   the commands that work now, which are listed in the prompt. Without it every
-                     valid action is admissible
-        task         what follows "Your task is to: " in later prompts of "window"; default: that of
-                     the first info or, if it has none, the first obs
-        category     for tables, where `categories` can give it another name; default: that of the
-                     first info
-        won          True or False; default: whether the return of an episode that is over is above
-                     0, so an environment with partial rewards needs it
-        score        from 0 to 1; default: 1 if won
+        admissible      the commands that work now, which are listed in the prompt. Without it, the
+                        action of every response in the format is admissible
+        task            what follows "Your task is to: " in later prompts of "window"; default: that
+                        of the first info or, if it has none, the first obs
+        category        for tables, where `categories` can give it another name; default: that of
+                        the first info
+        won             True or False; default: whether the return of an episode that is over is
+                        above 0, so an environment with partial rewards needs it
+        score           from 0 to 1; default: 1 if won
 
-    The return from every turn on must be within +-r_max, or a run warns; it is discounted by
-    --gamma, except for ppo. The pool truncates an episode after `horizon` turns.
-    One object plays many games, so reset must reset everything, and many objects are used at once
-    in one process. The same actions must lead to the same answers, because the games of a worker
-    that died are played again; and tasks() must always be the same. For tools/imitate.py it has a
-    demonstrator, advice(forgetful=False) -> (thought, action), or None where it knows none; the
-    forgetful one leaves out what training is to discover. The rest has defaults. To try a class,
-    play it: python envs.py --env MODULE:CLASS.
+    You may write, beside values for the attributes below,
 
-    The worker pool checks every answer (lone surrogates are replaced, NumPy types are allowed, a
-    command must be one that parse_action can read). Whatever is wrong, and any exception, becomes a
-    GameError with the game and the turn. A worker that does not answer for `patience` seconds is
-    replaced."""
+        parse_action(text) -> (action, valid), a class method: the action that a response gives, and
+            `valid`, whether the response is in the format. The action is text, or anything else
+            that JSON can hold. `text` includes what the chat template began the response with. The
+            default finds <action>...</action> behind a thought, see tagged_action. Whoever writes
+            another one also writes the next two
+        instruction: tells the model how to answer
+        format_response(thought, action), a class method: writes what parse_action reads, for
+            commands and demonstrators
+        expert(): a whole plan, the commands that win from here, or None. It is for people, who play
+            by python envs.py
+        advice(forgetful=False): one turn of a demonstrator, (thought, action), or None where it
+            knows none. It is for tools/imitate.py, which teaches a model to answer so, and needs no
+            plan that wins: the forgetful one leaves out what training is to discover. An
+            environment without demonstrator does not define it
 
+    The pool truncates an episode after `horizon` turns, and checks every answer. (Lone surrogates
+    are replaced, NumPy types are allowed, a command must be one that parse_action can read.)
+    Whatever is wrong, and any exception, becomes a GameError with the game and the turn. A worker
+    that does not answer for `patience` seconds is replaced."""
+
+    # the game
     flags = ()  # train.py's settings that the constructor takes
     horizon = 50  # maximum number of turns per episode
-    held_out = "test", 100  # an evaluation's split and its number of games
-    categories = {}  # {info["category"]: its column in tables}
+    tools = ()  # see ToolEnv
+    recommended = {}  # settings of train.py
+    tiny_model = "tiny-house"  # the folder in results/ that --model tiny means
+    # what the model is shown
     context = "window"  # or "full": the --context that the environment is made for
     system = None  # the system message at the start of every conversation
     role = ROLE  # the first sentence of a prompt
     instruction = None  # the last paragraph of a prompt; default: to think, and to use <action>
-    tools = ()  # see ToolEnv
-    prompt_builder_class = PromptBuilder  # makes prompts, knows the admissible actions
+    prompt_builder_class = None  # makes prompts, knows the admissible actions; None: PromptBuilder
     max_prompt = 2048  # maximum tokens of a prompt
     max_observation = None  # maximum characters of a message; a longer one is cut, and says so
     fallback = 30  # characters used as the action if a response has no tags
+    # evaluations
+    held_out = ("test", 100)  # (the split that they play, the number of its games that a run plays)
+    eval_temperatures = (0.4,)  # at which a run plays them before and after training
+    categories = {}  # {info["category"]: its column in tables}
     graded = False  # whether a score can be between 0 and 1
-    recommended = {}  # settings of train.py
+    # worker processes
     patience = 600  # seconds after which a silent worker is replaced
     workers = None  # worker processes per rank; None: as many as there are cores
-    eval_temperatures = (0.4,)  # at which a run plays held-out games before and after training
-    tiny_model = "tiny-house"  # the folder in results/ that --model tiny means
 
     @classmethod
     def prompt_builder(cls, obs, info):
-        return cls.prompt_builder_class(obs, info, cls.role, cls.instruction, cls.system)
+        make = cls.prompt_builder_class or PromptBuilder
+        return make(obs, info, cls.role, cls.instruction, cls.system)
 
     @classmethod
     def parse_action(cls, text):
@@ -279,7 +161,6 @@ class Env:
         return None
 
     def expert(self):
-        """A list of commands that wins from here, or None; for `python envs.py`."""
         return None
 
 
@@ -294,7 +175,8 @@ class ToolEnv(Env):
             Args:
                 number: the sum of all numbers in the text
             '''
-            self.reward, self.done = float(str(number) == str(self.sum)), True
+            self.reward = float(str(number) == str(self.sum))
+            self.done = True
 
     tasks and reset are those of Env; the obs of reset is the first message of the user. The model
     learns of its tools by the chat template, from their type hints and docstrings. It calls one
@@ -304,20 +186,25 @@ class ToolEnv(Env):
 
     The thought can be missing. Arguments arrive as the model wrote them: number can be "5". The
     next message is what the method returned or, if it raised an exception, that exception's text;
-    after an invalid response it says what is wrong. So mistakes in your own tools are shown to
-    nobody but the model: look at a page of an episode, RUN/transcripts/*.html.
+    after a response that is not in the format it says what is wrong. So mistakes in your own tools
+    are shown to nobody but the model: look at a page of an episode, RUN/transcripts/*.html.
 
-    `reward` is the return so far: 0 after reset, and tools change it. The episode ends when a tool
-    sets `done`, or with a response that has a finished thought, or none, and no <tool_call> behind
-    it. It is won if its return is above 0; for another rule, override step, and add `won` to the
-    info that it returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens":
-    128} or so, because a call is longer than a command."""
+    `reward` is the return so far, undiscounted: 0 after reset, and tools change it, by
+    self.reward += 1 or self.reward = 1. The reward of a step is the difference that it made, so
+    `= 1` in two steps is a reward of 1 and one of 0.
+
+    The episode ends when a tool sets `done`, or with a response that calls no tool. It is won if
+    its return is above 0; for another rule, override step, and add `won` to the info that it
+    returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so,
+    because a call is longer than a command."""
 
     context = "full"
     role = instruction = ""
     max_observation = 8000
     reward = 0.0  # the return so far
     done = False  # whether the latest action has ended the episode
+    # The action that parse_action returns for a response that calls no tool: it ends the episode.
+    # It is a text like those that say what is wrong with a response, and step knows it by that.
     NO_CALL = "the response has no <tool_call>"
 
     def __init_subclass__(cls, **options):
@@ -362,7 +249,8 @@ class ToolEnv(Env):
 
     @classmethod
     def parse_action(cls, text):
-        """-> ({"name": ..., "arguments": {...}}, True), or (what is wrong, False)."""
+        """-> ({"name": ..., "arguments": {...}}, True); or, for a response that is not in the
+        format, (what is wrong, False)."""
         if "<think>" in text and "</think>" not in text:
             return "the thought has no </think>", False
         answer = text.rpartition("</think>")[2]
@@ -393,7 +281,7 @@ class ToolEnv(Env):
         before = self.reward
         self.done = False  # until a tool sets it
         if action == self.NO_CALL:
-            self.done = True  # who calls nothing more has finished
+            self.done = True  # a model that calls no tool has finished
         if isinstance(action, str):  # what is wrong with the response
             result = f"Error: {action}"
         else:
@@ -407,9 +295,183 @@ class ToolEnv(Env):
         return answer, self.reward - before, self.done, False, {}
 
 
+def depth(value):
+    """How deeply lists and dicts are nested in it."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(depth, parts), default=0)
+
+
+# ---------------------------------------------------------------------- prompts of text games
+
+# The last paragraph of a prompt, with commands that are listed and without.
+ANSWER = ("Reason about what to do next inside <think> </think>. Then give one of the commands, "
+          "and nothing else, inside <action> </action>.")
+WITHOUT_COMMANDS = ("Reason about what to do next inside <think> </think>. Then give your action, "
+                    "and nothing else, inside <action> </action>.")
+FIRST = "{role}\n{obs}"  # begins the first prompt of a game
+LATER = ("{role} Your task is to: {task}\nSteps taken so far: {steps}. The latest, oldest first:\n"
+         "{history}\nStep {now}. What you see: {obs}")  # begins a later one of "window"
+PAST = "What you saw: {obs}\nWhat you did: {action}"  # a turn in LATER's {history}
+COMMANDS = "Commands that work now: [{commands}]."
+SAME_WAY = " Answer every later message in the same way."  # in the first message of "full"
+
+
+def quoted(commands):
+    """The commands as a prompt lists them."""
+    return ", ".join(f"'{c}'" for c in commands)
+
+
+def paragraphs(*texts):
+    return "\n\n".join(text for text in texts if text).strip()
+
+
+def user_message(text):
+    return [{"role": "user", "content": text}]
+
+
+def action_text(action):
+    """An action as it is written into text."""
+    return action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
+
+
+class PromptBuilder:
+    """Records what the agent has seen in one game, and makes the model's messages of it. Chat
+    messages of the environment are passed on as they are; an observation that is text becomes one
+    message of the user, with what this class adds to it."""
+
+    # ---- what both contexts use
+    first = FIRST  # the template of what a game's first message begins with
+    listing = COMMANDS  # the template of the paragraph that lists the commands
+    unlisted = ()  # commands that work and are left out of that list
+
+    def __init__(self, obs, info, role=ROLE, instruction=None, system=None):
+        self.obs, self.info = obs, info  # the latest
+        self.history = []  # (obs, action) of the turns so far
+        self.system = [{"role": "system", "content": system}] if system else []  # messages
+        self.role = role
+        if instruction is None:
+            instruction = WITHOUT_COMMANDS if info["admissible"] is None else ANSWER
+        self.instruction = instruction
+
+    def record(self, action, obs, info):
+        """Records a turn: the environment answered `action` with `obs` and `info`."""
+        self.history.append((self.obs, action))
+        self.obs, self.info = obs, info
+
+    def messages(self, context, history):
+        """The lists of chat messages that a turn may send, from the longest to the shortest. In
+        "window" every list is a whole conversation, with up to `history` turns of the past; in
+        "full" there is one list, of what is new."""
+        if context == "full":
+            yield self.new_messages()
+        else:
+            for k in range(history, -1, -1):
+                yield self.system + user_message(self.window_prompt(k))
+
+    def accepts(self, action, valid):
+        """Whether the game can use this action now. If it lists no commands: whether the response
+        was in the format (`valid`)."""
+        commands = self.info["admissible"]
+        return valid if commands is None else action in commands
+
+    def format_obs(self, obs):
+        """An observation as prompts show it. ValueError: it is not text."""
+        if not isinstance(obs, str):
+            raise ValueError("observations that are chat messages need one growing conversation, "
+                             '--context full: set context = "full" in the environment')
+        return obs.strip()
+
+    def fields(self):
+        """What `first` and `later` are filled with in this turn."""
+        return {"role": self.role, "task": self.info["task"], "obs": self.format_obs(self.obs)}
+
+    def listed(self):
+        """The commands that the prompt lists."""
+        return [c for c in self.info["admissible"] if c not in self.unlisted]
+
+    def commands(self):
+        """The paragraph that lists the commands; "" if the game has no list."""
+        if self.info["admissible"] is None:
+            return ""
+        return self.listing.format(commands=quoted(self.listed()))
+
+    # ---- --context window: one message, rebuilt every turn
+    later = LATER  # the template of what the message of a later turn begins with
+
+    def window_prompt(self, k=2):
+        """The text of the message, with the last k turns of the past."""
+        n = len(self.history)
+        past = [PAST.format(obs=self.format_obs(obs), action=action_text(action))
+                for obs, action in self.history[max(0, n - k):]]
+        text = (self.later if n else self.first).format(
+            **self.fields(), steps=n, history="\n".join(past), now=n + 1)
+        return paragraphs(text, self.commands(), self.instruction)
+
+    # ---- --context full: one conversation, which every turn makes longer
+    def new_messages(self):
+        """The messages that this turn adds to the conversation."""
+        before = [] if self.history else self.system
+        new = user_message(self.full_prompt()) if isinstance(self.obs, str) else self.obs
+        return before + new
+
+    def full_prompt(self):
+        """The text of this turn's message, if the observation is text: what is new. The first one
+        also has what holds for all turns."""
+        if self.history:
+            return paragraphs(self.format_obs(self.obs), self.full_commands())
+        instruction = self.instruction and self.instruction + SAME_WAY
+        return paragraphs(self.first.format(**self.fields()), self.full_commands(), instruction)
+
+    def full_commands(self):
+        """The paragraph with the commands in it. Another class can leave out what earlier messages
+        have listed."""
+        return self.commands()
+
+
+# ------------------------------------------------------------------------ the parser of <action>
+
+def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
+    """A response -> (action, valid), where `valid` says whether the response is in the format. The
+    action is the text between the first pair of action tags behind the thought or, if there is
+    none, before it:
+
+        <think> a </think> <action>look</action>        look, in the format
+        <action>look</action> <think> a </think>        look, in the format
+        <action>look</action>                           look, not in the format
+
+    A thought can quote the tags: it ends at the last </think> that follows an </action>, if there
+    is one. So the action of
+
+        <think> Not </think> <action>go</action>. </think> <action>look</action>
+
+    is "look". A response in the format also has a pair of think tags and, as in verl-agent, no
+    Chinese character. If no action is found, the last `fallback` characters are it, and the
+    response is not in the format. Tags may be in any case. What a chat template begins a response
+    with, <think> and a line break or an empty thought, is no part of the last characters."""
+    # 1. Tags in lower case. Is there a thought?
+    text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
+    has_thought = 0 <= text.find("<think>") < text.find("</think>")
+
+    # 2. `answer`, what follows the thought; without a thought, the whole text.
+    answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
+    while "</think>" in (rest := answer.partition("</action>")[2]):
+        answer = rest
+
+    # 3. The action: in the answer, or before the thought, or else the last characters.
+    for part in answer, text.partition("<think>")[0]:
+        start, end = part.find("<action>"), part.find("</action>")
+        if 0 <= start < end:
+            action = part[start + len("<action>"):end].strip()
+            return action, has_thought and not re.search(r"[\u4e00-\u9fff]", text)
+    text = re.sub("^<think>\n(\n</think>\n\n)?", "", text)  # as some chat templates begin
+    return text[max(0, len(text) - fallback):], False
+
+
 # ------------------------------------------------------------------- the environments by name
 
-# An environment is named by MODULE:CLASS, or by a class itself. Some have short names, too:
+# These functions take an environment's name or its class. A name, MODULE:CLASS, is what a flag and
+# config.json can hold, and what worker processes can import. A class is what Python code has at
+# hand, such as one of a notebook, which nobody else can import. Some have short names, too:
 ENVS = {"house": "environments.house:House", "alfworld": "environments.alfworld:AlfWorld",
         "webshop": "environments.webshop:WebShop",
         "webshop-human": "environments.webshop:WebShopHuman"}
@@ -483,7 +545,8 @@ def context_for(name: str | type[Env], context=None) -> str:
 
 def tasks(name: str | type[Env], split: str, **options) -> list:
     """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
-    found, label = make_env(name, **options).tasks(split), getattr(name, "__name__", name)
+    found = make_env(name, **options).tasks(split)
+    label = getattr(name, "__name__", name)
     if found is None:
         found = ()
     if not isinstance(found, Iterable):
@@ -512,18 +575,35 @@ def default_workers(name: str | type[Env]) -> int:
 
 
 def Pool(name: str | type[Env], options=None, workers=0) -> WorkerPool:
-    """Plays games of an environment in `workers` processes or with 0 in this one, with options for
-    its `flags`."""
+    """Makes the pool that plays games of an environment in `workers` processes or, with 0, in this
+    one, with options for its `flags`. It is a function that looks like a class, because all that
+    it makes is a WorkerPool (runtime/workers.py), which finds no environments by name itself."""
     return WorkerPool("envs:make_env", name, env_class(name), options, workers)
 
 
 # ----------------------------------------------------------------------------- playing by hand
 
+def next_command(env, info):
+    """-> (command, True) if the expert or a demonstrator knows what to do; else (the first command
+    that works, or "", False)."""
+    plan = env.expert()
+    if plan:
+        return plan[0], True
+    advice = env.advice() if hasattr(env, "advice") else None
+    if advice:
+        thought, action = advice
+        return action_text(action), True
+    if info["admissible"]:
+        return info["admissible"][0], False
+    return "", False
+
+
 def play_by_hand(name, **options):
     """A person plays a game; an empty line is the expert's, or a demonstrator's, next command."""
     worker = EnvWorker("envs:make_env", name, options)
     obs, info = worker.start(0, tasks(name, "train", **options)[0])
-    env, terminated, truncated = worker.playing[0].env, False, False
+    env = worker.playing[0].env
+    terminated = truncated = False
     if env.system:
         print(env.system)
     for schema in env.tool_schemas() or ():
@@ -534,11 +614,11 @@ def play_by_hand(name, **options):
             print("\nCommands: " + quoted(info["admissible"]))
         command = input("> ").strip()
         if not command:
-            plan = env.expert()
-            if not plan and hasattr(env, "advice") and (advice := env.advice()):
-                plan = [action_text(advice[1])]
-            command = (plan or info["admissible"] or [""])[0]
-            print(f"(the expert{'' if plan else ' knows no way to win'}: {command})")
+            command, is_known = next_command(env, info)
+            if is_known:
+                print(f"(the expert: {command})")
+            else:
+                print(f"(the expert knows no way to win: {command})")
         action, _ = env.parse_action(env.format_response("", command))
         obs, reward, terminated, truncated, info = worker.step(0, action)
     print(f"{obs_text(obs).strip()}\n\nWon: {info['won']}, reward {reward:g}, "

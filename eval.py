@@ -12,6 +12,32 @@ Runs whose folders differ only in a trailing -SEED are seeds of one method. ± i
 error. In tables and curves (runtime/report.py makes them) it is that of a mean over seeds, or of a
 difference of two such means; in the line that --model prints, that of a mean over games. Each
 held-out game is played once per temperature.
+
+Who calls whom:
+
+    main, and tools/prompted.py
+        evaluate                plays a split by the flags, and writes and prints the report
+            play
+    training/run.py
+        evaluate_config         before and after training, at each temperature
+            play_held_out
+        success_of              what a run prints of the records that evaluate_config returns
+        write_reports           what it writes of them
+        held_out_success        while training, with --eval_every
+            play_held_out
+    play_held_out               the --eval_games of a run, at one temperature
+        play
+    play                        a list of games, split over the ranks
+        run_episodes            the games of one rank; tools/prompted.py has a function in its place
+
+What settings are called here:
+
+    args        the flags of this file, as given
+    stored      the settings by which the run of --model played
+    settings    those of an evaluation, which `complete` makes of args and stored; what serves
+                training, too, such as `play`, also takes a config as its `settings`
+    config      the train.Config of the run that is training
+    options     those of the settings that the environment is made with
 """
 import contextlib
 import functools
@@ -61,6 +87,8 @@ def episode_record(env, game, turns, builder) -> dict:
 def sampler_for(lm, settings, temperature=1.0):
     """Makes a Sampler. settings: a train.Config, or those of `complete`, with which nothing is
     compiled."""
+    # compiling is for rollouts, so it is done and checked at training's temperature, 1; at another
+    # one there are only evaluations, which take seconds without it
     compile = temperature == 1 and getattr(settings, "compile", False)
     with progress("preparing the sampler" + " (compiling)" * compile):
         return Sampler(lm, settings.engine, settings.context, settings.max_new_tokens, temperature,
@@ -73,22 +101,29 @@ def evenly_spaced(ids, limit):
 
 
 def report(records, when="after", temperature=None) -> dict:
-    """Success, number of games, mean score, and success by category, under their names in
-    eval.json, which depend on `when` and `temperature` as in key_of."""
-    success, score = (mean_or_zero([r[name] for r in records]) for name in ("won", "score"))
+    """Success, number of games, mean score, and success by category, as eval.json has them. The
+    keys come from runtime/report.py's key_of: "success" after training at the usual temperature,
+    "success_before_at_1" before training at temperature 1."""
     categories = sorted({r["category"] for r in records}, key=str)
     won = {c: mean_or_zero([r["won"] for r in records if r["category"] == c]) for c in categories}
     key = functools.partial(key_of, when=when, temperature=temperature)
-    return {key("success"): success, key("n"): len(records), key("score"): score,
+    return {key("success"): mean_or_zero([r["won"] for r in records]),
+            key("n"): len(records),
+            key("score"): mean_or_zero([r["score"] for r in records]),
             f"{key('success')}_by_category": won}
+
+
+def share_of_this_rank(ids) -> dict:
+    """{number: id} of the games that this rank plays, numbered over all ranks."""
+    return {n: game for n, game in enumerate(ids) if n * world_size() // len(ids) == rank()}
 
 
 def play(sampler, ids, pool, settings, episodes=run_episodes, path=os.devnull) -> list:
     """Plays the games with these ids, split over the ranks -> records in order. Rank 0 also writes
     its own to `path` as they come. `episodes`: another function that plays as run_episodes does.
     GameError: an environment failed, on whichever rank."""
-    games = {n: game for n, game in enumerate(ids) if n * world_size() // len(ids) == rank()}
-    played, errors = [], []
+    games = share_of_this_rank(ids)
+    played, own_errors = [], []
     with open(path if rank() == 0 else os.devnull, "w") as file:
         try:
             for number, record in episodes(sampler, games, pool, seed=settings.seed,
@@ -97,8 +132,9 @@ def play(sampler, ids, pool, settings, episodes=run_episodes, path=os.devnull) -
                 played.append((number, record))
                 print(json.dumps(record), file=file, flush=True)
         except envs.GameError as error:
-            errors.append(str(error))
-    if errors := all_gather_list(errors):
+            own_errors.append(str(error))
+    errors = all_gather_list(own_errors)
+    if errors:
         raise envs.GameError(errors[0])
     played.sort(key=lambda item: item[0])  # they end in any order
     return all_gather_list([record for _, record in played])
@@ -111,8 +147,9 @@ def play_held_out(lm, pool, config, temperature) -> list:
     ids = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
     ids = evenly_spaced(ids, config.eval_games)
     records = play(sampler_for(lm, config, temperature), ids, pool, config)
-    # a Sampler refers to itself, so only the collector frees its KV cache, and the next sampler
-    # would be made while this memory is still taken
+    # A Sampler refers to itself: its decode_step is a bound method of it, or has one
+    # (hf/compile.py). So only the collector frees its KV cache, and the next sampler would be made
+    # while this memory is still taken.
     gc.collect()
     return records
 
@@ -168,11 +205,15 @@ def columns_of(config) -> dict:
 
 # --------------------------------------------------------------------------------- command line
 
+# The settings that an evaluation has in common with a run: flags of train.py, of which `places` and
+# `objects` are the house's; and `date`, the day on which the run began.
 SHARED = {"env": str, "data": str, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"],
           "max_num_seqs": int, "horizon": int, "history": int, "max_new_tokens": int,
-          "max_prompt": int, "places": int, "objects": int,
-          "date": str}  # settings of a run: flags of train.py, and the day on which it began
+          "max_prompt": int, "places": int, "objects": int, "date": str}
+# What they are without a flag and without a run. train.Config has the same defaults, but stands
+# above this file; training/test_settings.py compares them.
+DEFAULTS = {"env": "house", "engine": "kv", "history": 2, "max_new_tokens": 512}
 
 
 def make_parser(description):
@@ -194,42 +235,59 @@ def make_parser(description):
 
 
 def run_of(model, tiny):
-    """The folder of the run that --model belongs to, however it is reached, or None; and the
-    settings by which that run played, from the model's own sapo.json or else from the run's
-    config.json, or {}. tiny: what "tiny" means."""
-    folder, run = Path(model), None
-    if folder.is_dir():
-        real = folder.resolve()
-        run = next((place for place in (real, real.parent)
-                    if "env" in read_json(place / "config.json")), None)
-    settings = read_json(local_folder(model, tiny) / "sapo.json").get("run") or {}
-    if run and not settings:
-        settings = RunDir(run).settings()
-    return run, settings
+    """-> (run, stored). run: the folder of the run that --model belongs to, however it is reached,
+    or None. stored: the settings by which that run played, from the model's own sapo.json; if it
+    has none, from the run's config.json; else {}. tiny: what "tiny" means."""
+    def is_run(folder):
+        return "env" in read_json(folder / "config.json")
+
+    run = None
+    if Path(model).is_dir():
+        folder = Path(model).resolve()
+        if is_run(folder):
+            run = folder
+        elif is_run(folder.parent):  # folder is RUN/best or the like
+            run = folder.parent
+    stored = read_json(local_folder(model, tiny) / "sapo.json").get("run")
+    if not stored and run:
+        stored = RunDir(run).settings()
+    return run, stored or {}
 
 
 def complete(args):
     """The flags -> (the folder of the run that --model belongs to, or None; all settings of the
-    evaluation). What was not given is taken from that run, else it has a default."""
+    evaluation). A setting of SHARED comes from the first of these that has it:
+
+        1. its flag
+        2. the model's own sapo.json, with the settings of its run
+        3. the run's config.json, if sapo.json has none
+        4. the environment: its context and max_prompt. Other settings of environments stay None
+           here, and have their defaults where the environment is made
+        5. DEFAULTS, and for dtype the machine
+
+    If --env is not the environment of 2 or 3, they do not count for data, horizon, max_prompt and
+    context; if --context is not theirs, for max_prompt."""
     run, stored = run_of(args.model, envs.env_class(args.env or "house").tiny_model)
-    defaults = {"env": "house", "context": None, "engine": "kv", "history": 2,
-                "max_new_tokens": 512,
-                "dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | stored
-    if args.env not in (None, defaults["env"]):  # these fit only the run's own environment
-        defaults |= dict.fromkeys(("data", "horizon", "max_prompt", "context"))
-    if args.context not in (None, defaults["context"]):  # it is meant for the run's own context
-        defaults["max_prompt"] = None
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    usual = DEFAULTS | {"dtype": dtype} | stored  # what a setting is without its flag
+    if args.env not in (None, usual["env"]):
+        usual |= dict.fromkeys(("data", "horizon", "max_prompt", "context"))
+    if args.context not in (None, usual.get("context")):
+        usual["max_prompt"] = None
+
     settings = SimpleNamespace(**vars(args))
     for name in SHARED:
         if getattr(args, name) is None:
-            setattr(settings, name, defaults.get(name))
+            setattr(settings, name, usual.get(name))
+
     env = envs.env_class(settings.env)
     settings.context = envs.context_for(settings.env, settings.context)
     if settings.context == "window":
         settings.max_prompt = settings.max_prompt or env.max_prompt
     settings.split = settings.split or env.held_out[0]
-    is_run = run and run == Path(args.model).resolve()
-    settings.weights = f"{run}/final" if is_run else args.model
+    settings.weights = args.model
+    if run and run == Path(args.model).resolve():  # it is the run itself, not RUN/best
+        settings.weights = f"{run}/final"
     return run, settings
 
 
@@ -278,8 +336,10 @@ def print_summary(settings, records, played):
     """Prints success by category. records: one per game; played: all episodes."""
     success = Mean.of([100 * record["won"] for record in records])
     result = report(records)
-    shares = {"score": result["score"]} | result["success_by_category"]
-    shares.pop(None, None)  # games without a category
+    shares = {"score": result["score"]}
+    for category, share in result["success_by_category"].items():
+        if category is not None:  # there are games without one
+            shares[category] = share
     rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
     print(f"{settings.model}, {settings.split}, T = {settings.temperature:g}, {len(records)} "
           f"games: success {success.text()}, {rest}")

@@ -37,7 +37,7 @@ from hf.loading import (check_tokenizer, find_stop_ids, prepare_model, read_mode
 def value_readout(logits: torch.Tensor, value_ids, *, tau: float) -> torch.Tensor:
     """Eq. 1. Logits (..., W) and the ids (w+, w-) -> p in [-1, 1], (...). V or Q is R_max p."""
     plus, minus = (logits[..., i] for i in value_ids)
-    return ((plus - minus) / tau).clamp(-1, 1)  # Eq. 1  # SAPO: a value without a value head
+    return ((plus - minus) / tau).clamp(-1, 1)  # Eq. 1  # SAPO: V and Q are read from two logits
 
 
 def restricted_log_softmax(logits: torch.Tensor, value_ids) -> torch.Tensor:
@@ -147,7 +147,7 @@ def token_scores(hidden, token, head, value_ids) -> tuple[torch.Tensor, torch.Te
 
 class Scores(NamedTuple):
     logp: torch.Tensor  # (M,) log-probs of the response tokens, Eq. 3, at temperature 1
-    entropy: torch.Tensor  # (M,) of the policy where these tokens were chosen, in nats
+    entropy: torch.Tensor | None  # (M,) of the policy where these tokens were chosen, in nats
     p_v: torch.Tensor  # (N,) readouts before the responses, Eq. 1: V = R_max p_v
     p_q: torch.Tensor  # (N,) readouts after them: Q = R_max p_q
 
@@ -168,15 +168,16 @@ class ActorCritic:
     r_max: float = 10.0
     compile: bool = False  # torch.compile for scoring
     recommended: dict = field(default_factory=dict)  # settings of train.py, from the model's folder
-    run: dict = field(default_factory=dict)  # the settings by which a run played, for eval.py
+    played_with: dict = field(default_factory=dict)  # the settings of a run's games, for eval.py
 
     def __post_init__(self):
         self.device, self.head = self.model.device, self.model.get_output_embeddings()
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.max_length = getattr(self.model.config.get_text_config(),
                                   "max_position_embeddings", None) or 1 << 30
-        # positions whose logits exist at a time: a multiple of 128, about 256 MiB in float32
-        self.chunk = max(1, 2 ** 19 // len(self.head.weight)) * 128
+        # positions whose logits exist at a time: a multiple of 128 with at most 2 ** 26 logits,
+        # which take 256 MiB in float32
+        self.chunk = max(1, 2 ** 26 // len(self.head.weight) // 128) * 128
         self.backbone, self.token_scores = self.model.base_model, token_scores
         if self.compile:
             from hf.compile import compiled, compiled_layers  # late: it imports torch's compiler
@@ -221,9 +222,10 @@ class ActorCritic:
                                             preserve_rng_state=False)
         parts = [score_chunk(*chunk, self.head, self.value_index) for chunk in chunks]
         logp, h = (torch.cat(column) for column in zip(*parts))
-        boundaries = hidden[batch.row, batch.start - 1], hidden[batch.row, batch.end - 1]
+        before_response = hidden[batch.row, batch.start - 1]  # (N, D)
+        after_response = hidden[batch.row, batch.end - 1]
         # SAPO: V is read before the response; Q after it, before the environment answers
-        p_v, p_q = self.readout(torch.stack(boundaries))
+        p_v, p_q = self.readout(torch.stack([before_response, after_response]))
         return Scores(logp, h, p_v, p_q)
 
     def stopped(self, ids: list[int]) -> bool:
@@ -244,7 +246,7 @@ class ActorCritic:
         for name, rows in self.value_rows.named_parameters():
             getattr(self.head, name)[self.value_index] = rows.to(self.head.weight.dtype)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
-                "settings": self.recommended, "run": self.run}
+                "settings": self.recommended, "run": self.played_with}
         write_model(self.model, self.tokenizer, folder, ours)
 
 
@@ -270,26 +272,29 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
                  r_max: float | None = None) -> ActorCritic:
     """Wraps a model that is loaded already. If every layer attends to all previous tokens, its
     attention is replaced by an equivalent one (hf/attention.py); everything else about it works as
-    before.
+    before. tau_v and r_max default to those in the sapo.json of the folder it was loaded from, if
+    there is one, else to 1 and 10.
 
-    w+ and w- are the two `value_tokens` (names or ids); or `value_ids`, whose rows of the head are
-    trained already; or those with which the model was wrapped before; or those in the sapo.json of
-    the folder it was loaded from (like tau_v, r_max and settings); or two tokens that no text uses.
-    The rows of tokens that are reserved here for the first time begin at 0. ValueError: the model
-    cannot be used."""
+    w+ and w- are the first of these that there are:
+        1. `value_tokens`, two names or ids
+        2. `value_ids`, whose rows of the head are trained already
+        3. those with which the model was wrapped before; it keeps the rows that were trained
+        4. those in the sapo.json of its folder, whose rows of the head are trained, too
+        5. two tokens that no text uses
+    Rows that were not trained begin at 0. ValueError: the model cannot be used."""
     model = prepare_model(model)
+    head = model.get_output_embeddings()
     stored = read_sapo_json(model.name_or_path) if model.name_or_path else {}
-    # a model that is wrapped again keeps the rows that were trained
-    wrapped_ids, wrapped_rows = getattr(model, "sapo_value_rows", (None, None))
-    trained_ids = tuple(value_ids or wrapped_ids or stored.get("value_ids") or ())
     chat = Chat(tokenizer) if tokenizer.chat_template else None
     if chat:
         check_tokenizer(model, chat)
-    head = model.get_output_embeddings()
     stop_ids = find_stop_ids(model, tokenizer, chat)
-    value_ids = trained_ids
+    wrapped_ids, wrapped_rows = getattr(model, "sapo_value_rows", (None, None))
+    trained_ids = tuple(value_ids or wrapped_ids or stored.get("value_ids") or ())
     if value_tokens or not trained_ids:
         value_ids = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
+    else:
+        value_ids = trained_ids
     if not stop_ids:
         raise ValueError("no token ends a response: neither the model nor the tokenizer has an end "
                          "of sequence (eos_token_id)")
@@ -298,12 +303,13 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     else:
         # SAPO: new ones are 0, so V = Q = 0 at first. (The paper does not say.)
         value_rows = rows_of(head, value_ids, trained=value_ids == trained_ids)
-    model.sapo_value_rows = value_ids, value_rows  # a tuple, so that it is no part of the module
+    # for the next time it is wrapped; as a tuple, so that it is no part of the module
+    model.sapo_value_rows = value_ids, value_rows
     if chat:
-        chat.protect({*value_ids, *stop_ids})
+        chat.protect({*value_ids, *stop_ids})  # no text can spell them
     return ActorCritic(model, tokenizer, chat, value_ids, stop_ids, value_rows,
                        tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0),
-                       recommended=stored.get("settings", {}), run=stored.get("run", {}))
+                       recommended=stored.get("settings", {}), played_with=stored.get("run", {}))
 
 
 def rows_of(head, value_ids: tuple, trained: bool) -> torch.nn.Linear:

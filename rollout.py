@@ -44,10 +44,13 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
     """Logits (R, W) and uniform random numbers (R,) in [0, 1) -> tokens (R,), their log-probs (R,).
     Temperature 0 is greedy.
 
-    The token is the first one whose cumulative probability is *above* u, so that a token of
-    probability 0 is never drawn. A scan over a whole vocabulary is slow on a GPU. So it first finds
-    the block of BLOCK tokens in which that one is, by the cumulative sum over blocks, and then the
-    token within it. The sums are float64."""
+    The token is the first one whose cumulative probability is *above* u, so that one of probability
+    0 is never drawn. Because a cumulative sum over a whole vocabulary is slow on a GPU, it is found
+    in two steps, in float64:
+        1. sum the probabilities of every BLOCK tokens; find the first block whose cumulative sum is
+           above u
+        2. u minus the sum of all blocks before it is what the tokens of this block must exceed;
+           find the first one whose cumulative sum within the block does"""
     logits = logits if temperature in (0, 1) else logits / temperature
     logp = restricted_log_softmax(logits, value_ids)
     if temperature == 0:
@@ -56,7 +59,7 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
         prob, missing = logp.exp(), -logp.shape[1] % BLOCK
         prob = (F.pad(prob, (0, missing)) if missing else prob).unflatten(1, (-1, BLOCK))
         cdf = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
-        below_one = 1 - 2 ** -40  # keeps the target below the total, which rounding could reach
+        below_one = 1 - 2 ** -40  # keeps a target below the total, which rounding could reach
         target = u[:, None].double().clamp(max=below_one) * cdf[:, -1:]
         block = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
         inside = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double()
@@ -107,9 +110,8 @@ class DecodeState:
     captured as a CUDA graph. The model takes this object for its cache, so it has those methods of
     transformers' cache that decoders call."""
 
-    # what there is for each slot, beside the cache: attributes of these names
-    TENSORS = ("hidden", "position", "num_generated", "active", "uniforms", "tokens", "logp",
-               "readouts")
+    TENSORS = (  # the attributes that have a row for each slot, beside the cache
+        "hidden", "position", "num_generated", "active", "uniforms", "tokens", "logp", "readouts")
 
     def __init__(self, lm, max_new_tokens, temperature, is_stop):
         """No slots yet; dtypes and shapes are taken from a forward pass of the model. ValueError:
@@ -194,6 +196,7 @@ class DecodeState:
 
     def sample(self, n: int) -> torch.Tensor:
         """Draws a token for each of the first n slots, and records it and its log-prob -> (n,)."""
+        # the column of this token; finished slots write into the last one, which nobody reads
         column = torch.where(self.active[:n], self.num_generated[:n], self.max_new_tokens)[:, None]
         u = self.uniforms[:n].gather(1, column)[:, 0]
         logits = float32_logits(self.hidden[:n], self.lm.head)
@@ -224,7 +227,7 @@ class DecodeState:
         return self.backbone(input_ids=ids, position_ids=position_ids, attention_mask=mask,
                              use_cache=True, **{self.cache_name: self}).last_hidden_state
 
-    def update_state(self, n: int, token: torch.Tensor, hidden: torch.Tensor) -> None:
+    def advance(self, n: int, token: torch.Tensor, hidden: torch.Tensor) -> None:
         """Advances the first n slots by their tokens (n,), whose hidden states (n, D) the model has
         computed, and ends those whose response is complete."""
         # two views of the state, which are changed in place
@@ -262,7 +265,7 @@ class Response(NamedTuple):
     q: float  # Q after the last token
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # so that it is found in a list by identity
 class Sequence:
     """What the host knows of a sequence, from `add` until its response is handed out; in "full",
     until it is continued or dropped."""
@@ -271,7 +274,9 @@ class Sequence:
     ids: list  # its tokens, without the response
     uniforms: np.ndarray  # the random numbers for the response
     response: list | None = None  # the tokens of the response, once it is complete
-    num_cached: int = 0  # tokens in the KV cache of its slot; an upper bound while it is decoded
+    # tokens in the KV cache of its slot. While it is decoded this is an upper bound, because it
+    # counts steps after the stop token, which the host learns of later
+    num_cached: int = 0
 
 
 class Sampler:
@@ -293,6 +298,9 @@ class Sampler:
           v
         "window": free;   "full": idle, with its KV cache, until the conversation is
                           continued by add(key, longer ids), or drop(key) frees the slot
+
+    run -> decode -> prefill, then step -> decode_one_token, and snapshot -> pop_finished. When the
+    model's weights have changed, call forget() (`rollout` and `generate` do).
 
     max_new_tokens: the maximum length of a response. limit: the maximum length of a
     sequence without its response, the smaller of max_prompt and what the model's context leaves.
@@ -325,7 +333,10 @@ class Sampler:
             self.prefill_tokens = 16384 if self.gpu else 2048  # padded tokens per forward pass
             with torch.no_grad():
                 self.state = DecodeState(lm, max_new_tokens, temperature, self.is_stop)
-            # sets decode_step, which does decode_one_token in a fast way or in the plain one
+            # decode_step does decode_one_token, in the plain way or as a captured CUDA graph.
+            # new_decode_step makes it anew after every resize. choose_decoding sets both
+            self.decode_step = self.decode_one_token
+            self.new_decode_step = lambda: self.decode_one_token
             choose_decoding(self, compile, check)
 
     # ---- what the caller uses
@@ -456,8 +467,8 @@ class Sampler:
                 if None not in self.slots:
                     self.slots.append(None)
                 self.slots[self.slots.index(None)] = sequence
-        longest = max(len(sequence.ids) for sequence in waiting) + self.max_new_tokens
-        self.ensure_capacity(len(self.slots), longest)
+        longest = max(len(sequence.ids) for sequence in waiting)
+        self.ensure_capacity(len(self.slots), longest + self.max_new_tokens)
         new = [(sequence.ids[sequence.num_cached:], sequence) for sequence in waiting]
         for chunk in micro_batches(new, self.prefill_tokens):
             self.prefill_chunk(chunk)
@@ -497,7 +508,7 @@ class Sampler:
         step can be captured."""
         token = self.state.sample(n)
         hidden = self.state.forward(token[:, None], self.state.position[:n, None], kv_length)[:, 0]
-        self.state.update_state(n, token, hidden)
+        self.state.advance(n, token, hidden)
 
     def snapshot(self):
         """Copies the state of the active slots to the host -> (their sequences, the copies, the
@@ -611,7 +622,8 @@ def generate_with_hf(sampler: Sampler) -> list:
     try:
         # the model's own settings, such as top-k, would change the policy
         model.generation_config = transformers.GenerationConfig()
-        # generate passes masks of the padding on the left, which sdpa takes as they are
+        # generate passes masks of the padding on the left, which transformers' own attention takes
+        # as they are; "grouped" is ours (hf/attention.py)
         model.config._attn_implementation = attention.replace("grouped", "sdpa")
         out = model.generate(
             ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=False,
@@ -634,8 +646,8 @@ def generate_with_hf(sampler: Sampler) -> list:
 # ---------------------------------------------------------------------------------------- episodes
 
 ENV_LATENCY_STEPS = 8  # decoding steps that a game gets for its answer before we wait for it
-# Streams of random numbers: each use has its own. From EVALUATION on, every number is one of an
-# evaluation: tools/prompted.py plays a game several times, by EVALUATION + 1, + 2, ...
+# Streams of random numbers: each use has its own. The k-th repetition of an evaluation
+# (tools/prompted.py) has EVALUATION + k, so that must be the last one.
 ROLLOUT, SHUFFLE, TASKS, DEMONSTRATIONS, PROBE, EVALUATION = range(6)
 
 
@@ -649,9 +661,9 @@ class End(Enum):
 
 @dataclass
 class Turn:
-    """One turn of one trajectory. In "full" context, prompt_ids holds only the tokens since the
-    last response, so that a trajectory is the concatenation of its turns' prompt_ids and
-    action_ids."""
+    """One turn of one trajectory: first what an update learns from, then what logs and pages show.
+    In "full" context, prompt_ids holds only the tokens since the last response, so that a
+    trajectory is the concatenation of its turns' prompt_ids and action_ids."""
 
     traj: int
     turn: int  # from 0
@@ -662,6 +674,7 @@ class Turn:
     q: float
     reward: float
     invalid: bool  # the response breaks the format; see envs.Env.parse_action
+
     admissible: bool  # the game offered the action; in the shop, any search is admissible
     won: bool
     score: float  # the environment's, 0 to 1
@@ -670,7 +683,7 @@ class Turn:
     messages: list  # the chat messages to which it responds, as they were sent
     text: str  # of the response
     action: object  # text, or anything else that JSON can hold
-    end: End | None = None  # of the last turn: why the episode ended
+    end: End | None = None  # of the last turn: why the episode ended (it is what `done` asks)
     obs: object = ""  # the observation, text or chat messages, of which `messages` were made
     advantage: float = field(default=float("nan"), compare=False)  # normalized; set by an update
 
@@ -706,11 +719,10 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
     obs, info = yield GAME
     builder = pool.env.prompt_builder(obs, info)
     while not (turns and turns[-1].done):
-        for messages in make_messages(traj, turns, builder):  # from the longest to the shortest
-            ids = lm.chat.encode_messages(messages, conversation, tools)
-            if len(conversation) + len(ids) <= sampler.limit:
-                break
-        else:  # none fits
+        room = sampler.limit - len(conversation)
+        candidates = make_messages(traj, turns, builder)  # from the longest to the shortest
+        messages, ids = first_that_fits(candidates, room, lm.chat, conversation, tools)
+        if ids is None:
             if turns:
                 turns[-1].end = End.CONTEXT_OVERFLOW
             pool.drop(traj)
@@ -726,6 +738,7 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
             traj=traj, turn=len(turns), task=task, prompt_ids=ids, action_ids=response.ids,
             logp=response.logp, v=response.v, q=response.q, reward=reward,
             end=End.TERMINATED if terminated else End.HORIZON if truncated else None,
+            # (the pool has filled in what the environment left out of info)
             invalid=not valid, admissible=builder.accepts(action, valid), won=info["won"],
             score=info["score"], category=info["category"], messages=messages, text=text,
             action=action, obs=builder.obs))
@@ -734,6 +747,16 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
             conversation = conversation + ids + response.ids
     sampler.drop(traj)
     return turns, builder
+
+
+def first_that_fits(candidates, room: int, chat, conversation, tools) -> tuple:
+    """The first of several lists of messages that has at most `room` tokens, and its token ids;
+    (None, None): none has."""
+    for messages in candidates:
+        ids = chat.encode_messages(messages, conversation, tools)
+        if len(ids) <= room:
+            return messages, ids
+    return None, None
 
 
 def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=None,
@@ -773,7 +796,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
 
     def go_on(traj, answer):
         """Sends an episode the answer it waits for, up to its next request. StopIteration: it is
-        over."""
+        over, which can only be after an answer of its game."""
         if playing[traj].send(answer) == GAME:
             pending.append((traj, sampler.steps))
 
@@ -822,16 +845,20 @@ def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
     turns = [turn for _, played, _ in episodes for turn in played]
     all_over = len(episodes) == len(tasks) > 0
     if all_over and not turns and world_size() == 1:  # other ranks may have turns
-        room = sampler.lm.max_length - sampler.max_new_tokens
         _, _, builder = episodes[-1]
-        raise ValueError(
-            f"the first prompt of {builder.info['task']!r}, and of every other task, needs more "
-            f"than {max(0, sampler.limit)} tokens: " + (
-                "raise --max_prompt" if sampler.limit < room else
-                f"with --max_new_tokens {sampler.max_new_tokens}, no more of the model's "
-                f"{sampler.lm.max_length} are left. Start a new run with fewer, or with another "
-                "model"))
+        raise no_prompt_fits(sampler, builder.info["task"])
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
+
+
+def no_prompt_fits(sampler, task: str) -> ValueError:
+    room = sampler.lm.max_length - sampler.max_new_tokens
+    remedy = "raise --max_prompt"
+    if sampler.limit >= room:
+        remedy = (f"with --max_new_tokens {sampler.max_new_tokens}, no more of the model's "
+                  f"{sampler.lm.max_length} are left. Start a new run with fewer, or with another "
+                  "model")
+    return ValueError(f"the first prompt of {task!r}, and of every other task, needs more than "
+                      f"{max(0, sampler.limit)} tokens: {remedy}")
 
 
 def main():

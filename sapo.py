@@ -9,14 +9,18 @@ after it). This file has what follows from them:
     normalize_advantages  one mean and standard deviation over all turns of the batch    Eq. 7
     policy_loss           PPO's clipped objective; tokens have their turn's advantage    Eq. 8-9
     value_loss            clipped regression of V or Q, one value per turn               Eq. 10-11
+    actor_loss            those terms of the joint loss that concern the policy
     sapo_loss             the joint loss, for one backward pass                          Eq. 12
 
-It needs only torch: copy it. Equation numbers are the paper's. `# SAPO:` marks what differs from
-PPO, with its critic, or from GRPO, with its groups:
-    grep -n "# SAPO:" sapo.py model.py rollout.py train.py
+and, for logs, discounted_returns and explained_variance. It needs only torch: copy it. Equation
+numbers are the paper's. `# SAPO:` marks what differs from PPO, with its critic, or from GRPO, with
+its groups:
+    grep -n "# SAPO:" *.py
 
-Shapes: N turns, M response tokens, B sequences, T tokens. Readouts p are in [-1, 1] (Eq. 1), and V
-and Q are R_max p (Eq. 2). Advantages come from V alone; Q is trained as an auxiliary task.
+Shapes: N turns, M response tokens, B sequences, T tokens. In train.py all tensors are flat, (N,) or
+(M,), and nothing is padded; `mask` and `valid` are for other programs, in which something is.
+Readouts p are in [-1, 1] (Eq. 1), and V and Q are R_max p (Eq. 2). Advantages come from V alone; Q
+is trained as an auxiliary task.
 
 A loss is a sum divided by `denom`, the number of tokens or turns of the whole mini-batch. So the
 gradients of micro-batches and ranks are summed, not averaged. Numbers in `info` are summed, too,
@@ -30,6 +34,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def positions(traj: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+    """Where turns stand in a table that has a row for each trajectory and a column for each of its
+    turns, from the first known one on: trajectory ids and turn indices (N,) -> rows (N,), columns
+    (N,). ValueError: turns are missing in the middle of a trajectory."""
+    # each turn once, ordered by trajectory and then by index; `which` (N,) is each given turn's
+    # place in that order
+    once, which = torch.stack([traj.long(), turn.long()]).unique(dim=1, return_inverse=True)
+    ids, row, count = once[0].unique_consecutive(return_inverse=True, return_counts=True)
+    last = count.cumsum(0) - 1  # the place of each trajectory's last turn
+    first = last - count + 1
+    gaps = once[1, last] - once[1, first] + 1 > count  # the indices span more turns than there are
+    if gaps.any():
+        raise ValueError("turn_targets: turns are missing in the middle of trajectories "
+                         f"{ids[gaps].tolist()[:8]}")
+    column = torch.arange(len(row), device=row.device) - first[row]
+    return row[which], column[which]
+
+
 @torch.no_grad()  # targets come from the frozen rollout policy: no gradient may reach them
 def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old: Tensor,
                  q_old: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,54 +60,46 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
 
     All arguments are (N,): trajectory id, turn index, reward, whether the episode ended after the
     turn (terminated or truncated: both are terminal), V_old and Q_old in units of return. Turns may
-    be in any order, and one turn may be given several times, as where a batch is filled up with
-    copies. The value after a trajectory's last known turn is 0. ValueError: shapes differ, turns
-    are missing in the middle of a trajectory, or two copies of a turn differ in anything."""
+    be in any order, and one turn may be given several times, because some trainers fill up their
+    batches with copies. The value after a trajectory's last known turn is 0. ValueError: shapes
+    differ, turns are missing in the middle of a trajectory, or two copies of a turn differ."""
     if any(x.dim() != 1 or len(x) != len(traj) for x in (traj, turn, reward, done, v_old, q_old)):
         raise ValueError("turn_targets: all six tensors must be 1-D and of one length")
     dtype = torch.promote_types(v_old.dtype, torch.float32)
     if len(traj) == 0:
         return tuple(v_old.new_zeros(3, 0, dtype=dtype))
 
-    # each turn once, ordered by trajectory and then by index; `copy_of` (N,) finds a given turn
-    keys, copy_of = torch.stack([traj.long(), turn.long()]).unique(dim=1, return_inverse=True)
-    ids, row, length = keys[0].unique_consecutive(return_inverse=True, return_counts=True)
-    last = length.cumsum(0) - 1  # where a trajectory's last turn is among them
-    first = last - length + 1
-    gaps = keys[1, last] - keys[1, first] + 1 > length
-    if gaps.any():
-        raise ValueError("turn_targets: turns are missing in the middle of trajectories "
-                         f"{ids[gaps].tolist()[:8]}")
-    column = torch.arange(len(row), device=row.device) - first[row]
+    row, column = positions(traj, turn)
+    rows, columns = int(row.max()) + 1, int(column.max()) + 1
 
     def table(x, name):
-        """(N,) -> (trajectories, turns of the longest + 1), filled up with zeros. So the last
-        column is the value after the last turn."""
+        """(N,) -> (trajectories, turns of the longest + 1). What is not there is 0, and so is the
+        last column, which stands for the value after the last turn."""
         x = x.to(dtype)
-        grid = x.new_zeros(len(ids), int(length.max()) + 1)
-        grid[row[copy_of], column[copy_of]] = x
-        if not torch.equal(grid[row[copy_of], column[copy_of]].nan_to_num(), x.nan_to_num()):
+        grid = x.new_zeros(rows, columns + 1)
+        grid[row, column] = x
+        # nan_to_num, because NaN does not equal NaN
+        if not torch.equal(grid[row, column].nan_to_num(), x.nan_to_num()):
             raise ValueError(f"turn_targets: two copies of a turn have different {name}")
         return grid
 
     r, d = table(reward, "rewards"), table(done, "ends")
     v, q = table(v_old, "V"), table(q_old, "Q")
     adv = torch.zeros_like(v)
-    for t in reversed(range(v.shape[1] - 1)):
+    for t in reversed(range(columns)):
         delta = r[:, t] + gamma * (1 - d[:, t]) * v[:, t + 1] - v[:, t]  # Eq. 4
         adv[:, t] = delta + gamma * lam * (1 - d[:, t]) * adv[:, t + 1]  # Eq. 5  # SAPO: over turns
     y_v = v + adv  # Eq. 6: the lambda-return
     y_q = r.clone()
     y_q[:, :-1] += gamma * (1 - d[:, :-1]) * q[:, 1:]  # Eq. 6  # SAPO: on-policy SARSA target for Q
-    return tuple(x[row[copy_of], column[copy_of]] for x in (adv, y_v, y_q))
+    return adv[row, column], y_v[row, column], y_q[row, column]
 
 
 def discounted_returns(traj: Tensor, turn: Tensor, reward: Tensor, *, gamma: float) -> Tensor:
     """The discounted return from each turn to the end of its trajectory, (N,): GAE with V = 0 and
     lambda = 1."""
     no_value = torch.zeros_like(reward)
-    # an end would cut off a bootstrap, and with no values there is none
-    never_done = torch.zeros_like(reward)
+    never_done = torch.zeros_like(reward)  # it matters for values alone, and they are 0
     returns, _, _ = turn_targets(traj, turn, reward, never_done, no_value, no_value, gamma=gamma,
                                  lam=1.0)
     return returns
@@ -97,9 +111,11 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
     """Eq. 7, (N,) -> (N,): (adv - mean) / (std + eps), with the population's std. Never NaN
     where adv is finite, even with one turn or none.
 
-    invalid (N,)  turns whose response breaks the format; their advantage is reduced by c_inv, in
-                  units of return, before normalization
-    valid (N,)    turns that are not padding (None: all are); padding gets 0
+    invalid (N,)  turns whose response breaks the format (the paper's m_inv); their advantage is
+                  reduced by c_inv, in units of return, before normalization. The targets of V and
+                  Q are not
+    valid (N,)    turns that are not padding (None: all are); padding gets 0. It has nothing to do
+                  with `invalid`
     group         torch.distributed process group that shares mean and std (None: this rank only)"""
     check_shapes(adv, invalid, valid)
     is_turn = torch.ones_like(adv, dtype=torch.float64) if valid is None else valid.double()
@@ -113,14 +129,14 @@ def normalize_advantages(adv: Tensor, *, invalid: Tensor | None = None, c_inv: f
 
     sums = over_all_ranks(torch.stack([is_turn.sum(), (is_turn * penalized).sum()]))
     count = sums[0].clamp(min=1)
-    mean = sums[1] / count  # before the variance, to avoid cancellation
+    mean = sums[1] / count
+    # not by the mean of squares minus the square of the mean, which would cancel
     variance = over_all_ranks((is_turn * (penalized - mean) ** 2).sum()) / count
     normalized = (penalized - mean) / (variance.sqrt() + eps)  # Eq. 7
     return torch.where(is_turn > 0, normalized, 0.0).to(float_dtype(adv))
 
 
-# ----------------------------------------------------------------------------------- the losses
-
+# --------------------------------------------------------------------- helpers, then the losses
 
 def masked(mask: Tensor | None, x: Tensor) -> Tensor:
     """x where the mask is set, else 0; without a mask, x."""
@@ -157,7 +173,8 @@ def policy_loss(logp: Tensor, logp_old: Tensor, adv: Tensor, mask: Tensor | None
     """Eq. 8-9 -> (loss, info: ratio_max, clip_fraction).
 
     Four tensors of one shape, (M,) or (B, T): current and old log-probs of the sampled tokens, the
-    advantage of each token (its turn's), and a mask of response tokens (None: all are)."""
+    advantage of each token (its turn's), and a mask of response tokens (None: all are). What is in
+    `info` is divided by `denom`, too, so that it can be summed."""
     check_shapes(logp, logp_old, adv, mask)
     denom = denominator(denom, mask, logp)
     ratio = masked(mask, logp - logp_old).exp()  # Eq. 8; masked first, as padding may hold anything
@@ -182,7 +199,7 @@ def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tenso
     p_clip = p_old + (p - p_old).clamp(-clip, clip)  # Eq. 10
     unclipped, clipped = (p - y) ** 2, (p_clip - y) ** 2
     loss = 0.5 * torch.maximum(unclipped, clipped).sum() / denom  # Eq. 11
-    # both conditions, because rounding alone can make `clipped` the larger one
+    # where |p - p_old| <= clip, p_clip is p up to rounding, which can make `clipped` the larger one
     beyond = (clipped > unclipped) & ((p - p_old).abs() > clip)
     info = {"clip_fraction": beyond.sum() / denom, "saturated": (p.abs() >= 1).sum() / denom}
     return loss, {k: x.detach() for k, x in info.items()}
@@ -251,7 +268,8 @@ def explained_variance(value: Tensor, target: Tensor) -> float:
     0; if the target is constant, it is 0."""
     check_shapes(value, target)
     variance = target.var(correction=0)
-    if not variance > 0 or target.max() == target.min():  # rounding may give a constant some
+    # rounding may give a constant target a small variance
+    if not variance > 0 or target.max() == target.min():
         return 0.0
     return (1 - (target - value).var(correction=0) / variance).item()
 

@@ -1525,7 +1525,7 @@ def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_pat
     learner = train.Learner(load(TINY_HOUSE, tau_v=1.0, r_max=10.0), config)
     learner.step = step
     for n, line in enumerate(read_lines(tmp_path / "run" / "metrics.jsonl")):
-        first, steps = learner.steps, []
+        first, steps = learner.optimizer_steps, []
         metrics = learner.learn(kept[n], n)
         assert metrics == {key: line[key] for key in metrics}
         assert all(p.grad is None for group in learner.lm.parameters() for p in group)
@@ -1725,7 +1725,7 @@ def test_scores_of_the_sampler_are_those_of_a_forward_pass(tmp_path, context):
         near(one, other)
     assert cases[0].old.p_v.any()
     for case in cases:
-        difference = case.learner.sampler_logprob_diff(case.batch, case.minibatches, case.old)
+        difference = case.learner.compare_with_sampler(case.batch, case.minibatches, case.old)
         assert 0 < difference < 1e-4
 
 
@@ -1842,7 +1842,7 @@ def test_evaluation_finds_the_settings_of_a_run_however_its_model_is_reached(tmp
         found = (settings.context, settings.places, settings.horizon, settings.history,
                  settings.max_new_tokens)
         assert found == ("full", 6, 4, 1, 16), (place, model)
-        assert load(settings.weights).run["places"] == 6
+        assert load(settings.weights).played_with["places"] == 6
 
 
 @CONTEXTS

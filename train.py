@@ -35,7 +35,7 @@ from runtime.checkpoint import Clock, read_json, read_tensors
 from runtime.cli import one_line_errors, progress
 from runtime.distributed import (all_gather_list, all_reduce_sum, init_distributed, mean_or_zero,
                                  print0, process_group, rank)
-from runtime.optim import AdamW
+from runtime.optim import AdamW, summed_gradients
 from runtime.workers import GameError, WorkerPool
 from sapo import (discounted_returns, explained_variance, normalize_advantages, sapo_loss,
                   turn_targets)
@@ -46,61 +46,70 @@ from training.settings import settings  # noqa: F401 (for users: train.settings)
 
 def train(config: Config | None = None, *, lm: ActorCritic | None = None,
           pool: WorkerPool | None = None, learner: "Learner | None" = None) -> ActorCritic:
-    """Algorithm 1, whole -> the trained model. `config` is made by `settings(...)`; a model or a
-    pool of one's own is given to that, too. Or a learner is given, which has model and settings.
-    ValueError: they do not fit together. KeyboardInterrupt: SIGTERM or Ctrl-C came. GameError: an
-    environment failed. Both times the last finished iteration is saved first."""
+    """Algorithm 1, whole -> the trained model.
+
+        train(settings(...))                          everything is made from the settings
+        train(settings(lm=lm, pool=pool, ...), lm=lm, pool=pool)     a model or pool of one's own
+        train(learner=Learner(lm, settings(lm=lm, ...)))             a learner has its own settings
+
+    ValueError: what is given does not fit together. KeyboardInterrupt: SIGTERM or Ctrl-C came.
+    GameError: an environment failed. The last finished iteration is saved before the latter two."""
     with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
         for iteration in range(run.first_iteration, run.config.iterations):
-            run.begin_rollout()
+            run.begin_rollout()  # sets counters to 0
             turns = rollout(  # line 2  # SAPO: one trajectory per task
                 run.sampler, run.tasks(iteration), run.pool, trajs=run.trajs,
                 seed=(run.config.seed, iteration, ROLLOUT), history=run.config.history,
                 max_num_seqs=run.config.max_num_seqs, interrupted=run.told_to_stop)
-            if run.any_rank_stops():  # the ranks' one exchange after a rollout
+            if run.any_rank_stops():  # all ranks wait here for each other
                 break
-            run.pool.load(run.tasks(iteration + 1))  # the next games, in the background
+            run.pool.load(run.tasks(iteration + 1))  # workers load the next games meanwhile
             metrics = run.learner.learn(turns, iteration)  # lines 3 to 7
-            metrics |= run.evaluate(iteration)  # with --eval_every
-            run.log(iteration, turns, metrics)
-            if run.save(iteration):  # where a checkpoint is due, or a rank was told to stop
+            metrics |= run.evaluate(iteration)  # with --eval_every, on held-out games
+            run.log(iteration, turns, metrics)  # prints a line, appends to metrics.jsonl
+            run.save(iteration)  # where a checkpoint is due, or a rank was told to stop
+            if run.stopped:
                 break
     return run.learner.lm
 
 
 class Learner:
     """SAPO: the model, its optimizer, targets and loss. `learn` comes first, because with `train`
-    it is Algorithm 1; what it calls follows in that order."""
+    it is Algorithm 1; what it calls follows in that order. Another method is a subclass that
+    overrides what differs, `targets` or `loss` (baselines/learners.py): --algo MODULE:CLASS."""
 
-    recommended = {}  # settings of this method
+    recommended = {}  # settings of this method, in place of Config's defaults
     unused = ("critic_lr",)  # settings without effect, of which the command line warns
 
     def learn(self, turns: list[Turn], iteration: int) -> dict:
         """Lines 3 to 7 of Algorithm 1 for this rank's turns of a rollout -> metrics, under the
         names of `Run.log`. All ranks must call it."""
+        self.clock.record("rollout")  # the seconds of all that came before in this iteration
         batch, minibatches = make_minibatches(turns, self.config, iteration, self.lm.device)
         old = self.score_behaviour_policy(batch, minibatches)  # line 3: log-probs, V, Q
-        diff = self.sampler_logprob_diff(batch, minibatches, old)
+        diff = self.compare_with_sampler(batch, minibatches, old)
         ref = self.score_reference(minibatches)  # log-probs for the KL term
         targets = self.targets(batch, old)  # lines 4 and 5: GAE over turns, normalization
-        steps = [self.step(minibatch, old, ref, targets, iteration)  # lines 6 and 7
+        infos = [self.step(minibatch, old, ref, targets, iteration)  # lines 6 and 7
                  for minibatch in shown(minibatches, "update")]
         self.free_gradients()
-        set_advantages(batch, targets)  # for the page of an episode
-        return compute_metrics(targets, steps) | {"sampler_logprob_diff": diff}
+        set_advantages(batch, targets)  # they are shown in RUN/transcripts
+        return compute_metrics(targets, infos) | {"sampler_logprob_diff": diff}
 
     def __init__(self, lm: ActorCritic, config: Config):
         """ValueError: the config says something else of this model: make it by settings(lm=lm)."""
         refuse_adapters(lm.model)  # it may have got one since it was loaded
         check_model_settings(config, lm)
-        self.config, self.clock = config, Clock()
-        self.lm = with_speed_and_memory_settings(lm, config)
+        lm = with_speed_and_memory_settings(lm, config)
+        self.lm = lm
+        self.config = config
+        self.clock = Clock()
         self.warned_of_sampler = False
-        self.reference = None  # the model that training starts from
-        if config.beta:
-            self.reference = dataclasses.replace(self.lm, model=copy.deepcopy(lm.model))
+        self.reference = None  # a copy of the model that training starts from; none if beta is 0
+        if config.beta:  # (only its log-probs are used, so it needs no value rows of its own)
+            self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
         self.optimizer = self.make_optimizer(lm.parameters(), config.lr)
-        self.steps = 0  # optimizer steps tried, skipped ones included
+        self.optimizer_steps = 0  # those tried, skipped ones included
 
     def make_optimizer(self, groups: list[list], lr: float) -> AdamW:
         """An optimizer of groups of parameters, each of which is clipped to a norm of its own.
@@ -111,18 +120,17 @@ class Learner:
     def score_behaviour_policy(self, batch, minibatches) -> Scores:
         """Line 3: one forward pass gives the old log-probs, V_old and Q_old. With --old_logprobs
         rollout they are the sampler's, and there is no entropy."""
-        self.clock.record("rollout")  # all that came before in this iteration
         if self.config.old_logprobs == "rollout":
             return Scores(batch.logp, None, batch.v / self.lm.r_max, batch.q / self.lm.r_max)
         old = score_all(self.lm, minibatches, "old_logprobs")  # SAPO: no critic is run
         self.clock.record("old_logprobs")
         return old
 
-    def sampler_logprob_diff(self, batch, minibatches, old: Scores) -> float:
+    def compare_with_sampler(self, batch, minibatches, old: Scores) -> float:
         """The mean |log-prob of the sampler - log-prob of a forward pass| over all ranks' response
-        tokens. With --old_logprobs rollout there was no such pass, and one micro-batch of each rank
-        is enough to notice a difference: the last one. A warning says so, once, if it is more than
-        rounding."""
+        tokens. A warning says so, once, if it is more than rounding. With --old_logprobs rollout
+        there was no such pass, so one is made of each rank's last micro-batch, which is enough to
+        notice a difference."""
         scored, sampled = old.logp, batch.logp
         micros = [micro for minibatch in minibatches for micro in minibatch]
         if self.config.old_logprobs == "rollout" and micros:  # a rank may have none
@@ -153,7 +161,7 @@ class Learner:
 
     def values(self, old: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """V_old and Q_old, (N,) each, in units of return (Eq. 2). With c_v = 0, V is not trained,
-        and is 0 here; Q can stay, because it never enters the advantage."""
+        and must not be a baseline, so it is 0 here. (Q is none in any case.)"""
         v, q = self.lm.r_max * old.p_v, self.lm.r_max * old.p_q
         return (v if self.config.c_v else torch.zeros_like(v)), q
 
@@ -177,7 +185,7 @@ class Learner:
             lambda micro: self.loss(micro, old, ref, targets, n_tokens, n_turns))
         set_lr(self.optimizer, self.lr_factor(iteration))
         metrics = optimizer_step(self.optimizer, infos)
-        self.steps += 1
+        self.optimizer_steps += 1
         self.clock.record("update")
         return {"lr": self.optimizer.param_groups[0]["lr"]} | metrics
 
@@ -193,10 +201,11 @@ class Learner:
             denom_turns=n_turns)
 
     def lr_factor(self, iteration: int) -> float:
-        """What the learning rates of the next step are multiplied by: a linear warmup, because
-        Adam's first steps are large, times a linear decay over the iterations."""
+        """What the learning rates of the next step are multiplied by: a linear warmup over the
+        first optimizer steps, because Adam's first steps are large, times a linear decay over the
+        iterations."""
         c = self.config
-        warmup = min(1.0, (self.steps + 1) / max(1, c.lr_warmup))
+        warmup = min(1.0, (self.optimizer_steps + 1) / max(1, c.lr_warmup))
         decay = 1 - (1 - c.lr_final_fraction) * min(iteration, c.iterations) / c.iterations
         return decay * warmup
 
@@ -209,7 +218,7 @@ class Learner:
         """Writes all state. Random numbers and the order of tasks need none, because they follow
         from the seed and the iteration. Each rank writes its part of the optimizer's state; the
         value rows are in each part, because the folder of the model may have them in 16 bits."""
-        state = {"format": CHECKPOINT_FORMAT, "steps": self.steps,
+        state = {"format": CHECKPOINT_FORMAT, "optimizer_steps": self.optimizer_steps,
                  "value_rows": self.lm.value_rows.state_dict(),
                  "optimizer": self.optimizer.state_dict()["state"],
                  "reference": self.reference and fingerprint(self.reference.model)}
@@ -222,9 +231,10 @@ class Learner:
         of another format, it has another w+ and w-, or its KL term has another reference than this
         learner's."""
         value_ids = read_json(folder / "sapo.json").get("value_ids")
+        if value_ids is None:
+            raise ValueError(f"{folder} lacks sapo.json")
         if value_ids != [*self.lm.value_ids]:
-            raise ValueError(f"{folder} lacks sapo.json" if value_ids is None else
-                             f"{folder} has the value tokens {value_ids}, and this model has "
+            raise ValueError(f"{folder} has the value tokens {value_ids}, and this model has "
                              f"{[*self.lm.value_ids]}")
         shards = [read_tensors(path) for path in sorted(folder.glob("learner-*.pt"))]
         for shard in shards:
@@ -233,15 +243,16 @@ class Learner:
                     f"{folder} was written by another version of this code (its format is "
                     f"{shard.get('format', 1)}, and this is {CHECKPOINT_FORMAT}). Its weights can "
                     f"be used for a new run: --model {folder} --out NEW")
-        load_shards(self.optimizer, shards, f"{folder}/learner-*.pt")
-        self.steps = shards[0]["steps"]
-        began_with = shards[0]["reference"]
-        if self.reference and began_with != fingerprint(self.reference.model):
-            raise ValueError(
-                f"the run of {folder} began with other weights than these, and its KL term needs "
-                "them as reference: give the model that it began with" if began_with else
-                f"the run of {folder} has beta = 0, so it kept no reference for a KL term")
+        began_with = shards[0]["reference"] if shards else None
+        if shards and self.reference and not began_with:
+            raise ValueError(f"the run of {folder} has beta = 0, so it kept no reference for a KL "
+                             "term")
+        if shards and self.reference and began_with != fingerprint(self.reference.model):
+            raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
+                             "term needs them as reference: give the model that it began with")
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
+        load_shards(self.optimizer, shards, f"{folder}/learner-*.pt")
+        self.optimizer_steps = shards[0]["optimizer_steps"]
         self.lm.model.load_state_dict(saved.state_dict())
         self.lm.value_rows.load_state_dict(shards[0]["value_rows"])
 
@@ -287,47 +298,32 @@ def parameters_of(optimizer) -> list:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_of):
+def accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_of) -> list[dict]:
     """Adds up the gradients of loss_of(micro-batch) -> (loss, info). Returns the infos, each with
     its loss. Losses are sums over a global denominator, so their gradients are added, never
-    averaged.
-
-    Between two backward passes the sums are not in p.grad, because torch.compile cannot trace a
-    16-bit parameter that has a float32 gradient. So a hook moves each gradient to `sums` as soon as
-    a backward pass has made it, and they never exist twice."""
+    averaged."""
     optimizer.zero_grad()
-    model.train(gradient_checkpointing)  # transformers recomputes activations in train mode only
-    infos, sums = [], {}
-
-    def move_to_sums(p):
-        if p in sums:
-            sums[p].add_(p.grad)
-        else:
-            sums[p] = p.grad
-        p.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(move_to_sums) for p in parameters_of(optimizer)]
-    try:
+    # transformers recomputes activations in train mode only. Nothing else depends on that mode:
+    # dropout was disabled when the model was loaded
+    model.train(gradient_checkpointing)
+    infos = []
+    with summed_gradients(parameters_of(optimizer)):
         for micro in micros:
             loss, info = loss_of(micro)
             loss.backward()
             infos.append(info | {"loss": loss.detach()})
-    finally:
-        model.eval()
-        for hook in hooks:
-            hook.remove()
-    for p, gradient in sums.items():
-        p.grad = gradient
+    model.eval()
     return infos
 
 
 def clip_gradients(optimizer) -> list[float]:
-    """Clips the gradients of each parameter group to a norm of GRAD_CLIP -> the norms before that.
+    """Clips the gradients of each parameter group to a norm of GRAD_CLIP, each by itself -> the
+    norms before that. A Learner has two groups: the model, and w+ and w-.
 
-    So V's and Q's error cannot make the policy's step small: the gradient of w+ and w- is that
-    error times hidden states. In models with large hidden states, such as SmolLM2, it is larger
-    than all others together. The paper says nothing about clipping. results/NOTES.md has the
-    measurements."""
+    The gradient of w+ and w- is V's and Q's error times hidden states. In models with large hidden
+    states, such as SmolLM2, it is larger than all others together; clipped as one, a large error of
+    V would make the policy's step small. The paper says nothing about clipping. results/NOTES.md
+    has the measurements."""
     norms = [torch.nn.utils.clip_grad_norm_(group["params"], GRAD_CLIP)
              for group in optimizer.param_groups]
     return torch.stack([norm.float() for norm in norms]).tolist()  # one wait for all of them
@@ -355,33 +351,39 @@ def set_lr(optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-def optimizer_step(optimizer, infos) -> dict:
+def optimizer_step(optimizer, infos: list[dict]) -> dict:
     """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or a
     gradient norm is not finite. Returns the metrics of the step: what sum_over_micro_batches says,
     the norms before clipping of the first parameter group and, if there is one, of the second, and
-    skipped_steps, 0 or 1. ValueError: this was the last of MAX_FAILED_STEPS such steps in a
-    row."""
+    skipped_steps, 0 or 1. ValueError: see skip_step."""
     params = parameters_of(optimizer)
     for p in params:
-        if p.grad is None:  # AdamW sets grad_dtype: float32, unless its state has 16 bits
+        if p.grad is None:
+            # torch wants a gradient of p.grad_dtype, which our AdamW sets for 16-bit parameters
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     all_reduce_sum([p.grad for p in params])
     norms = clip_gradients(optimizer)
-    out = sum_over_micro_batches(infos)
-    finite = bool(np.isfinite([out["loss"], *norms]).all())
+    metrics = sum_over_micro_batches(infos)
+    finite = bool(np.isfinite([metrics["loss"], *norms]).all())
     if finite:
         optimizer.step()
         optimizer.failed_steps = 0
     else:
-        print0(f"Warning: skipping a step, its loss is {out['loss']:g}, its gradient norms are "
-               f"{' and '.join(f'{norm:g}' for norm in norms)}")
-        optimizer.failed_steps += 1
-        if optimizer.failed_steps == MAX_FAILED_STEPS:
-            raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from "
-                             "the last good weights (those of a run: --model "
-                             "RUN/checkpoint-N --out NEW) with a lower --lr")
-    return (out | dict(zip(("grad_norm", "grad_norm_values"), norms))
-            | {"skipped_steps": int(not finite)})
+        skip_step(optimizer, metrics["loss"], norms)
+    for name, norm in zip(("grad_norm", "grad_norm_values"), norms):  # a critic has one group only
+        metrics[name] = norm
+    return metrics | {"skipped_steps": int(not finite)}
+
+
+def skip_step(optimizer, loss: float, norms: list[float]) -> None:
+    """Warns that a step is skipped. ValueError: it was the last of MAX_FAILED_STEPS in a row."""
+    print0(f"Warning: skipping a step, its loss is {loss:g}, its gradient norms are "
+           f"{' and '.join(f'{norm:g}' for norm in norms)}")
+    optimizer.failed_steps += 1
+    if optimizer.failed_steps == MAX_FAILED_STEPS:
+        raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from the "
+                         "last good weights (those of a run: --model RUN/checkpoint-N --out NEW) "
+                         "with a lower --lr")
 
 
 # ------------------------------------------------------------------------------------ mini-batches
@@ -416,18 +418,24 @@ class MicroBatch(NamedTuple):
     turn_slice: slice  # of (N,)
 
 
+MiniBatch = list[MicroBatch]  # what one optimizer step learns from
+
+
 def make_sequences(turns: list[Turn], context: str) -> list[list[Turn]]:
     """Turns, in order -> the turns of each training sequence: one in `window`, those of a
     trajectory in `full`. ValueError: a turn was changed, or in `full` one is missing."""
-    sequences = []
     for turn in turns:
         if len(turn.logp) != len(turn.action_ids):
             raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
                              f"{len(turn.action_ids)} response tokens and {len(turn.logp)} "
                              "log-probs")
-        if context != "full" or not sequences or turn.traj != sequences[-1][-1].traj:
+    if context == "window":
+        return [[turn] for turn in turns]
+    sequences = []
+    for turn in turns:
+        if not sequences or turn.traj != sequences[-1][0].traj:
             sequences.append([])
-        if context == "full" and turn.turn != len(sequences[-1]):
+        if turn.turn != len(sequences[-1]):
             raise ValueError(f"turn {len(sequences[-1])} of trajectory {turn.traj} is missing, or "
                              "the turns are not in order; context full needs all of them")
         sequences[-1].append(turn)
@@ -443,50 +451,65 @@ def ids_and_spans(sequence: list[Turn]) -> tuple[list, list]:
     return ids, spans
 
 
-def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list]:
-    """Draws an order of all ranks' training sequences, the same on every rank, and splits it into
-    ceil(turns / mini_batch) mini-batches of nearly equal size (fewer if one sequence has more turns
-    than that size). Returns this rank's turns, and for each mini-batch the list of this rank's
-    MicroBatches, which may be empty. ValueError: there are no turns, or two have one number."""
-    # a sequence is known on all ranks by the number of its trajectory and of its first turn
-    here = {}
-    lengths = []  # (key, number of turns) of all ranks' sequences
-    for sequence in make_sequences(turns, config.context):
-        key = sequence[0].traj, sequence[0].turn
-        here[key] = sequence
-        lengths.append((key, len(sequence)))
-    lengths = sorted(all_gather_list(lengths))
-    keys = [key for key, _ in lengths]
-    if len({*keys}) < len(keys):
-        raise ValueError("two turns have the same trajectory number and index: give every rollout "
-                         "of an update, and every rank, other numbers with rollout(..., trajs=)")
-    if not keys:
+TWO_ALIKE = ("two turns have the same trajectory number and index: give every rollout of an "
+             "update, and every rank, other numbers with rollout(..., trajs=)")
+
+
+def shared_order(own_lengths: dict, config, iteration) -> tuple[list, np.ndarray]:
+    """Draws an order of all ranks' training sequences, the same on every rank. `own_lengths`: {key:
+    number of turns} of this rank's -> keys and numbers of turns of all, in that order. ValueError:
+    there are none, or two have one key."""
+    lengths = sorted(all_gather_list([*own_lengths.items()]))
+    if len(dict(lengths)) < len(lengths):
+        raise ValueError(TWO_ALIKE)
+    if not lengths:
         raise ValueError("there are no turns to learn from. If they come from a rollout, the first "
                          "prompt of every task is too long: raise --max_prompt, or lower "
                          "--max_new_tokens")
-    order = np.random.default_rng([config.seed, iteration, SHUFFLE]).permutation(len(keys))
-    keys = [keys[i] for i in order]
-    length = np.array([lengths[i][1] for i in order])
-    n_turns = length.sum()
-    count = -(-n_turns // config.mini_batch)  # of mini-batches, rounded up
-    # the mini-batch of each sequence: turn i goes to number i * count // n_turns, so that all have
-    # about the same size, because a small last step would be noisy
-    first_turn = length.cumsum() - length
-    number = first_turn * count // n_turns
+    rng = np.random.default_rng([config.seed, iteration, SHUFFLE])
+    lengths = [lengths[i] for i in rng.permutation(len(lengths))]
+    return [key for key, _ in lengths], np.array([length for _, length in lengths])
 
-    minibatches, ordered, n_tokens = [], [], 0  # so far
-    for n in np.unique(number):
-        own = [here[key] for key in (keys[i] for i in np.flatnonzero(number == n)) if key in here]
-        own = [(*ids_and_spans(sequence), sequence) for sequence in own]
-        micros = []
-        for group in micro_batches(own, config.tokens_per_micro_batch):
+
+def minibatch_numbers(lengths: np.ndarray, size: int) -> np.ndarray:
+    """The numbers of turns of sequences, in order -> the number of each one's mini-batch. All
+    mini-batches have about the same size, because a small last step would be noisy: there are
+    ceil(turns / size) of them, and turn i goes to number i * count // turns."""
+    n_turns = lengths.sum()
+    count = -(-n_turns // size)
+    first_turn = lengths.cumsum() - lengths
+    return first_turn * count // n_turns
+
+
+def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list[MiniBatch]]:
+    """Splits the turns of all ranks, in a random order, into mini-batches of about equally many,
+    and at most config.mini_batch (a sequence stays whole, also if it has more). Returns this rank's
+    turns as tensors, and its share of each mini-batch, which may be empty. ValueError: see
+    shared_order."""
+    # all ranks know a sequence by the numbers of its trajectory and of its first turn
+    own, own_lengths = {}, {}
+    for sequence in make_sequences(turns, config.context):
+        key = sequence[0].traj, sequence[0].turn
+        if key in own:  # shared_order finds those of two ranks
+            raise ValueError(TWO_ALIKE)
+        own[key] = sequence
+        own_lengths[key] = len(sequence)
+    keys, lengths = shared_order(own_lengths, config, iteration)
+    numbers = minibatch_numbers(lengths, config.mini_batch)
+
+    minibatches, ordered = [], []
+    token_offset = 0  # response tokens so far; turns so far are len(ordered)
+    for number in np.unique(numbers):
+        members = [keys[i] for i in np.flatnonzero(numbers == number) if keys[i] in own]
+        sequences = [(*ids_and_spans(own[key]), own[key]) for key in members]
+        minibatches.append([])
+        for group in micro_batches(sequences, config.tokens_per_micro_batch):
             batch = make_batch([(ids, spans) for ids, spans, _ in group]).to(device)
-            micros.append(MicroBatch(
-                batch, slice(n_tokens, n_tokens + len(batch.token_row)),
-                slice(len(ordered), len(ordered) + len(batch.row))))
-            n_tokens += len(batch.token_row)
+            token_slice = slice(token_offset, token_offset + len(batch.token_row))
+            turn_slice = slice(len(ordered), len(ordered) + len(batch.row))
+            minibatches[-1].append(MicroBatch(batch, token_slice, turn_slice))
+            token_offset = token_slice.stop
             ordered += [turn for *_, sequence in group for turn in sequence]
-        minibatches.append(micros)
     return RolloutBatch(ordered, device), minibatches
 
 
@@ -518,21 +541,25 @@ def set_advantages(batch: RolloutBatch, targets: Targets) -> None:
         turn.advantage = advantage
 
 
-def compute_metrics(targets: Targets, steps: list[dict]) -> dict:
-    """The metrics of an update, over all ranks, under the names of `Run.log`.
-    Numbers that are not finite, which skipped steps have, are left out if there are others."""
+def compute_metrics(targets: Targets, infos: list[dict]) -> dict:
+    """The metrics of an update, over all ranks, under the names of `Run.log`; `infos` are those of
+    its optimizer steps. Numbers that are not finite, which skipped steps have, are left out if
+    there are others."""
     rows = zip(targets.returns.tolist(), targets.v.tolist(), targets.q.tolist())
     returns, v, q = map(torch.tensor, zip(*all_gather_list([*rows])))
     metrics = {"return_mean": returns.mean().item(), "return_max": returns.abs().max().item(),
                "v_mean": v.mean().item(), "q_mean": q.mean().item(),
                "v_explained_variance": explained_variance(v, returns),
                "q_explained_variance": explained_variance(q, returns)}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
+    for name in infos[0]:
+        values = [info[name] for info in infos]
         finite = [x for x in values if np.isfinite(x)]
-        reduce = (max if name.endswith("_max") else sum if name.startswith("skipped")
-                  else mean_or_zero)
-        metrics[name] = reduce(finite or values)
+        if name.endswith("_max"):
+            metrics[name] = max(finite or values)
+        elif name.startswith("skipped_steps"):
+            metrics[name] = sum(values)
+        else:
+            metrics[name] = mean_or_zero(finite or values)
     return metrics
 
 
@@ -554,5 +581,5 @@ def main():
 
 
 if __name__ == "__main__":
-    from train import main  # baselines imports it too, and there must be one class Learner
+    from train import main  # as a module, too, so that there is one class Learner for all
     main()

@@ -190,7 +190,7 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
     near(targets.y_v, score.float())
     near(targets.adv.double(), whitened(score - values))
     assert targets.returns.tolist() == [total[t.traj] for t in case.batch.turns]
-    case.learner.steps = 100  # the warm-up is over
+    case.learner.optimizer_steps = 100  # the warm-up is over
     losses = [case.step()["loss_critic"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]
 

@@ -183,13 +183,13 @@ def test_sampler_that_draws_wrong_tokens_is_refused(monkeypatch, name, change, s
 def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch):
     lm = random_tiny()
     assert not lm.value_rows.weight.any()
-    update, kept = DecodeState.update_state, {}
+    update, kept = DecodeState.advance, {}
 
     def late(state, n, token, hidden):
         update(state, n, token, kept.get("hidden", hidden)[:n])
         kept["hidden"] = state.hidden[:n] = hidden
 
-    monkeypatch.setattr(DecodeState, "update_state", late)
+    monkeypatch.setattr(DecodeState, "advance", late)
     with pytest.raises(ValueError, match="the error of its V and Q is"):
         Sampler(lm)
     assert not lm.value_rows.weight.any()  # the check has used others

@@ -1,4 +1,6 @@
 """AdamW for 16-bit models, with float32 master weights and state that is spread over the ranks."""
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -22,6 +24,31 @@ def partition_params(sizes: list[int]) -> list[int]:
         owner[n] = load.index(min(load))
         load[owner[n]] += sizes[n]
     return owner
+
+
+@contextlib.contextmanager
+def summed_gradients(params: list):
+    """Within this context, the gradients of several backward passes are added up; after it, the
+    sums are in p.grad, as if nothing had been done. In between they are kept elsewhere, because
+    torch.compile cannot trace a 16-bit parameter that has a float32 gradient: a hook moves each one
+    as soon as a backward pass has made it, so that they never exist twice."""
+    sums = {}
+
+    def move(p):
+        if p in sums:
+            sums[p].add_(p.grad)
+        else:
+            sums[p] = p.grad
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(move) for p in params]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for p, gradient in sums.items():
+        p.grad = gradient
 
 
 class AdamW(torch.optim.Optimizer):

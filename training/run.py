@@ -59,7 +59,7 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
         if lm.chat:
             lm.chat.date = date
         stored = as_json(vars(config)) | {"date": date}
-        lm.run = {name: stored[name] for name in evaluation.SHARED}  # for eval.py
+        lm.played_with = {name: stored[name] for name in evaluation.SHARED}  # for eval.py
         # allocates all that training keeps, so that a lack of memory shows before the evaluation
         learner = learner or learner_class(config.algo)(lm, config)
         if checkpoint:
@@ -195,7 +195,7 @@ class Run:
             self.lines = self.folder.metrics_of(self.first_iteration)
         if self.checkpoint and rank() == 0:
             self.folder.delete_results()
-        self.steps_done = self.learner.steps  # optimizer steps of all finished iterations
+        self.steps_done = self.learner.optimizer_steps  # optimizer steps of all finished iterations
         self.in_rollout = False  # whether the other ranks expect `any_rank_stops` of this one next
         self.reports = []  # of all ranks, in the last exchange
         self.evaluation_error = None
@@ -225,10 +225,14 @@ class Run:
         return self.exchange()
 
     def exchange(self, error: Exception | None = None) -> bool:
-        """Tells all ranks whether this one was told to stop, and its error. Returns whether there
-        is a reason to stop on any rank."""
+        """Tells all ranks whether this one was told to stop, and its error -> `stopped`."""
         text = f"rank {rank()}: {error}" if error else ""
         self.reports = all_gather_list([(self.told_to_stop(), text)])
+        return self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Whether in the last exchange there was a reason to stop, on any rank."""
         return any(told or text for told, text in self.reports)
 
     def evaluate(self, iteration: int) -> dict:
@@ -318,15 +322,15 @@ class Run:
         (self.folder / "transcripts").mkdir(exist_ok=True)
         write_file(self.folder / f"transcripts/{iteration + 1:04d}.html", page)
 
-    def save(self, iteration: int) -> bool:
-        """The exchange among the ranks at the end of an iteration -> whether there is a reason to
-        stop. Writes a checkpoint if there is, and every --save_every iterations."""
-        self.iterations_done, self.steps_done = iteration + 1, self.learner.steps
-        stopping = self.exchange(self.evaluation_error)
+    def save(self, iteration: int) -> None:
+        """The exchange among the ranks at the end of an iteration. Writes a checkpoint if there is
+        a reason to stop, and every --save_every iterations."""
+        self.iterations_done = iteration + 1
+        self.steps_done = self.learner.optimizer_steps
+        self.exchange(self.evaluation_error)
         last = self.iterations_done == self.config.iterations
-        if stopping or last or self.iterations_done % self.config.save_every == 0:
+        if self.stopped or last or self.iterations_done % self.config.save_every == 0:
             self.write_checkpoint()
-        return stopping
 
     # ---- at the end
     def write_checkpoint(self) -> None:
@@ -342,13 +346,14 @@ class Run:
         all ranks can do so: those that wait after their rollout learn of the error."""
         if self.in_rollout:
             self.exchange(error)
-        if (self.in_rollout or world_size() == 1) and self.learner.steps == self.steps_done:
+        unchanged = self.learner.optimizer_steps == self.steps_done
+        if unchanged and (self.in_rollout or world_size() == 1):
             self.write_checkpoint()
 
     def save_if_stopped(self) -> None:
         """Saves the last finished iteration if the loop was stopped. KeyboardInterrupt: by a
         signal. RuntimeError (GameError): by the error of a rank."""
-        if not any(told or text for told, text in self.reports):
+        if not self.stopped:
             return
         self.write_checkpoint()
         if texts := [text for _, text in self.reports if text]:

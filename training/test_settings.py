@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+import eval as evaluation
 import train
 from model import ActorCritic
 from runtime import cli
@@ -71,6 +72,18 @@ def test_defaults_are_those_of_the_readme():
                     f"c_V {c.c_v:g}", f"c_Q {c.c_q:g}", f"ε = ε_V = ε_Q = {c.clip:g}",
                     f"c_H {c.c_h:g}", f"c_inv {c.c_inv:g}"):
         assert default in " ".join(text.split()), default
+
+
+def test_defaults_of_evaluations_are_those_of_training():
+    """eval.py, on which training/settings.py stands, writes them a second time."""
+    args = evaluation.make_parser("").parse_args(["--model", "me/other"])
+    _, settings = evaluation.complete(args)
+    config = train.settings(model="me/other")
+    for name in ({*evaluation.SHARED} & {*vars(config)}) - {"horizon", "places", "objects"}:
+        assert getattr(settings, name) == getattr(config, name), name
+    for name in "horizon", "places", "objects":  # the environment's own
+        assert getattr(settings, name) is None
+    assert {*evaluation.DEFAULTS} <= {*evaluation.SHARED}
 
 
 @pytest.mark.parametrize("flags, message", [
