@@ -83,7 +83,7 @@ class Env:
                         after a response, messages of "tool" are possible, too. Beside such messages
                         the model is shown `system` and the tools, but not `role` and `instruction`
 
-    info may be empty. It can have
+    info may be empty; the pool fills in what is missing. It can have
 
         admissible      the commands that work now, which are listed in the prompt. Without it, the
                         action of every response in the format is admissible

@@ -60,7 +60,6 @@ from runtime.distributed import (all_gather_list, init_distributed, mean_or_zero
 from runtime.report import Mean, comparison, draw, group_runs, key_of, paper_table
 
 MAX_NUM_SEQS = 144  # games played side by side: all of an evaluation on ALFWorld
-USUAL_TEMPERATURE = envs.Env.eval_temperatures[0]  # that of --temperature, and verl-agent's
 
 # --------------------------------------------------------------------------------- playing games
 
@@ -222,7 +221,8 @@ def make_parser(description):
     add("--model", default="tiny", help="a run, RUN/best, a model's folder, hub id or bare name")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=int, default=0, help="number of games, evenly spaced (0: all)")
-    add("--temperature", type=float, default=USUAL_TEMPERATURE, help="0: greedy")
+    add("--temperature", type=float, help="0: greedy; default: the environment's first one, which "
+        f"is {envs.Env.eval_temperatures[0]} unless it has another")
     add("--seed", type=int, default=0)
     add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     defaults = {"max_num_seqs": f"{MAX_NUM_SEQS} games side by side per rank",
@@ -285,6 +285,8 @@ def complete(args):
     if settings.context == "window":
         settings.max_prompt = settings.max_prompt or env.max_prompt
     settings.split = settings.split or env.held_out[0]
+    if settings.temperature is None:
+        settings.temperature = env.eval_temperatures[0]
     settings.weights = args.model
     if run and run == Path(args.model).resolve():  # it is the run itself, not RUN/best
         settings.weights = f"{run}/final"
@@ -300,8 +302,10 @@ def report_path(run, settings, kind) -> Path:
         return out
     model = Path(settings.model).resolve()
     parts = ["eval", "" if run == model else model.name, settings.split, kind]
-    parts += [f"{name}={getattr(settings, name):g}" for name, usual in
-              (("temperature", USUAL_TEMPERATURE), ("seed", 0)) if getattr(settings, name) != usual]
+    if settings.temperature != envs.env_class(settings.env).eval_temperatures[0]:
+        parts.append(f"temperature={settings.temperature:g}")
+    if settings.seed:
+        parts.append(f"seed={settings.seed:g}")
     return out / ("-".join(filter(None, parts)) + ".json")
 
 

@@ -63,11 +63,11 @@ class Batch(NamedTuple):
     boolean mask would make the host wait for the GPU."""
 
     ids: torch.Tensor  # (B, T)
-    length: torch.Tensor  # (B,) without padding
+    length: torch.Tensor  # (B,) without padding, for benchmarks
     row: torch.Tensor  # (N,) the sequence of each turn
     start: torch.Tensor  # (N,) the first position of each turn's response
     end: torch.Tensor  # (N,) the position after each turn's response
-    turn_of: torch.Tensor  # (M,) the turn of each response token
+    turn_of: torch.Tensor  # (M,) the turn of each response token, of those in this batch
     token_row: torch.Tensor  # (M,) its sequence
     token_col: torch.Tensor  # (M,) its position
 
@@ -114,7 +114,8 @@ class Float32Product(torch.autograd.Function):
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
         if torch.compiler.is_compiling():
             return hidden.float() @ weight.float().T
-        wide, logits = hidden.float(), torch.empty(len(hidden), len(weight), dtype=torch.float32)
+        wide = hidden.float()
+        logits = wide.new_empty(len(hidden), len(weight))
         for start in range(0, len(weight), 1024):  # a converted slice fits into a CPU's cache
             part = slice(start, start + 1024)
             torch.mm(wide, weight[part].float().T, out=logits[:, part])
@@ -175,8 +176,7 @@ class ActorCritic:
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.max_length = getattr(self.model.config.get_text_config(),
                                   "max_position_embeddings", None) or 1 << 30
-        # positions whose logits exist at a time: a multiple of 128 with at most 2 ** 26 logits,
-        # which take 256 MiB in float32
+        # at most so many positions have logits at a time, 2 ** 26 numbers, 256 MiB in float32
         self.chunk = max(1, 2 ** 26 // len(self.head.weight) // 128) * 128
         self.backbone, self.token_scores = self.model.base_model, token_scores
         if self.compile:
@@ -272,8 +272,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
                  r_max: float | None = None) -> ActorCritic:
     """Wraps a model that is loaded already. If every layer attends to all previous tokens, its
     attention is replaced by an equivalent one (hf/attention.py); everything else about it works as
-    before. tau_v and r_max default to those in the sapo.json of the folder it was loaded from, if
-    there is one, else to 1 and 10.
+    before. tau_v and r_max default to those with which it was wrapped before, or those in the
+    sapo.json of the folder it was loaded from, else to 1 and 10.
 
     w+ and w- are the first of these that there are:
         1. `value_tokens`, two names or ids
@@ -289,26 +289,28 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     if chat:
         check_tokenizer(model, chat)
     stop_ids = find_stop_ids(model, tokenizer, chat)
-    wrapped_ids, wrapped_rows = getattr(model, "sapo_value_rows", (None, None))
+    if not stop_ids:
+        raise ValueError("no token ends a response: neither the model nor the tokenizer has an end "
+                         "of sequence (eos_token_id)")
+    wrapped_ids, wrapped_rows, scales = getattr(model, "sapo_value_rows", (None, None, {}))
+    stored = stored | scales
     trained_ids = tuple(value_ids or wrapped_ids or stored.get("value_ids") or ())
     if value_tokens or not trained_ids:
         value_ids = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
     else:
         value_ids = trained_ids
-    if not stop_ids:
-        raise ValueError("no token ends a response: neither the model nor the tokenizer has an end "
-                         "of sequence (eos_token_id)")
     if wrapped_ids == value_ids:
         value_rows = wrapped_rows.to(model.device)
     else:
         # SAPO: new ones are 0, so V = Q = 0 at first. (The paper does not say.)
         value_rows = rows_of(head, value_ids, trained=value_ids == trained_ids)
+    tau_v = tau_v or stored.get("tau_v", 1.0)
+    r_max = r_max or stored.get("r_max", 10.0)
     # for the next time it is wrapped; as a tuple, so that it is no part of the module
-    model.sapo_value_rows = value_ids, value_rows
+    model.sapo_value_rows = value_ids, value_rows, {"tau_v": tau_v, "r_max": r_max}
     if chat:
         chat.protect({*value_ids, *stop_ids})  # no text can spell them
-    return ActorCritic(model, tokenizer, chat, value_ids, stop_ids, value_rows,
-                       tau_v or stored.get("tau_v", 1.0), r_max or stored.get("r_max", 10.0),
+    return ActorCritic(model, tokenizer, chat, value_ids, stop_ids, value_rows, tau_v, r_max,
                        recommended=stored.get("settings", {}), played_with=stored.get("run", {}))
 
 

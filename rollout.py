@@ -124,7 +124,9 @@ class DecodeState:
         # V and Q are read by a copy, because captured graphs hold its address
         self.value_rows = rows_of(lm.value_rows, (0, 1), trained=True)
         self.backbone = lm.model.base_model
-        self.in_pieces = False  # whether decoding steps use attention_in_pieces
+        # whether decoding steps attend in pieces (hf/attention.py): each slot reads its own
+        # positions, not as many as the longest one has. choose_decoding sets it
+        self.in_pieces = False
         zero = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
         out = self.backbone(input_ids=zero, position_ids=zero, use_cache=True)
         self.cache_name = "cache" if "cache" in out else "past_key_values"  # its name since 5.24
@@ -444,7 +446,11 @@ class Sampler:
         After every sync_interval steps a snapshot of the slots begins to be copied to the host. On
         a CPU it is read at once. On a GPU it is read one round later (`lag`), because it is
         complete by then, and the host need not wait. So a finished slot decodes up to
-        2 * sync_interval tokens of padding."""
+        2 * sync_interval tokens of padding:
+
+            GPU    decodes 1 to 4    decodes 5 to 8      decodes 9 to 12
+            host   schedules 5 to 8  reads snapshot 4,   reads snapshot 8,
+                                     schedules 9 to 12   schedules 13 to 16"""
         if self.waiting:
             self.prefill()
         for _ in range(0, steps, self.sync_interval):
@@ -712,7 +718,13 @@ GAME, MODEL = "game", "model"  # whose answer an episode waits for
 def play_episode(traj, task, sampler, pool, seed, make_messages):
     """Plays one game -> (its turns, its PromptBuilder). This is a generator, so that many episodes
     can be played side by side: after a request to the game or to the model it yields GAME or MODEL,
-    and `trajectories` sends it the answer."""
+    and `trajectories` sends it the answer. One turn after the other:
+
+        pool.start               yield GAME   <- obs, info
+        sampler.add(prompt)      yield MODEL  <- Response
+        pool.step(action)        yield GAME   <- obs, reward, terminated, truncated, info
+        sampler.add(prompt)      ...          until the game is over
+    """
     lm, turns, tools = sampler.lm, [], pool.env.tool_schemas()
     conversation = []  # in "full", the token ids so far
     pool.start(traj, task)

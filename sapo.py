@@ -12,9 +12,9 @@ after it). This file has what follows from them:
     actor_loss            those terms of the joint loss that concern the policy
     sapo_loss             the joint loss, for one backward pass                          Eq. 12
 
-and, for logs, discounted_returns and explained_variance. It needs only torch: copy it. Equation
-numbers are the paper's. `# SAPO:` marks what differs from PPO, with its critic, or from GRPO, with
-its groups:
+and, for logs, discounted_returns, kl_loss and explained_variance. It needs only torch: copy it.
+Equation numbers are the paper's. `# SAPO:` marks what differs from PPO, with its critic, or from
+GRPO, with its groups:
     grep -n "# SAPO:" *.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. In train.py all tensors are flat, (N,) or
@@ -99,7 +99,7 @@ def discounted_returns(traj: Tensor, turn: Tensor, reward: Tensor, *, gamma: flo
     """The discounted return from each turn to the end of its trajectory, (N,): GAE with V = 0 and
     lambda = 1."""
     no_value = torch.zeros_like(reward)
-    never_done = torch.zeros_like(reward)  # it matters for values alone, and they are 0
+    never_done = torch.zeros_like(reward)  # so nothing cuts off the sum of rewards
     returns, _, _ = turn_targets(traj, turn, reward, never_done, no_value, no_value, gamma=gamma,
                                  lam=1.0)
     return returns

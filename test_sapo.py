@@ -1767,9 +1767,11 @@ def test_frozen_parameters_stay_as_they_are():
 
 def test_wrapping_a_model_again_keeps_its_values():
     lm = random_model("qwen2", 1)
-    again = actor_critic(lm.model, lm.tokenizer)
+    again = actor_critic(lm.model, lm.tokenizer, tau_v=0.5, r_max=2.0)
     assert again.value_ids == lm.value_ids and again.value_rows is lm.value_rows
     assert lm.value_rows.weight.all()
+    again = actor_critic(lm.model, lm.tokenizer)
+    assert (again.tau_v, again.r_max) == (0.5, 2.0)
     for rows in {"value_tokens": lm.value_ids}, {"value_ids": lm.value_ids}:
         assert actor_critic(lm.model, lm.tokenizer, **rows).value_rows is lm.value_rows
     others = actor_critic(lm.model, lm.tokenizer, value_tokens=("5", "6"))
@@ -1843,6 +1845,18 @@ def test_evaluation_finds_the_settings_of_a_run_however_its_model_is_reached(tmp
                  settings.max_new_tokens)
         assert found == ("full", 6, 4, 1, 16), (place, model)
         assert load(settings.weights).played_with["places"] == 6
+
+
+def test_evaluation_plays_at_the_temperature_of_the_environment(tmp_path, monkeypatch):
+    parse = evaluation.make_parser("").parse_args
+    names = []
+    for flags in ([], ["--temperature", "0.4"], ["--temperature", "1"]):
+        run, settings = evaluation.complete(parse(["--out", str(tmp_path), *flags]))
+        names.append(evaluation.report_path(run, settings, "").name)
+    assert names[0] == names[1] != names[2] and "temperature=1" in names[2]
+    monkeypatch.setattr(House, "eval_temperatures", (1.0,))
+    _, settings = evaluation.complete(parse([]))
+    assert settings.temperature == 1.0
 
 
 @CONTEXTS

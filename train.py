@@ -70,6 +70,7 @@ def train(config: Config | None = None, *, lm: ActorCritic | None = None,
             run.save(iteration)  # where a checkpoint is due, or a rank was told to stop
             if run.stopped:
                 break
+    # `prepared` has evaluated again by now or, where a rank was stopped, has raised the error
     return run.learner.lm
 
 
@@ -161,7 +162,8 @@ class Learner:
 
     def values(self, old: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """V_old and Q_old, (N,) each, in units of return (Eq. 2). With c_v = 0, V is not trained,
-        and must not be a baseline, so it is 0 here. (Q is none in any case.)"""
+        and must not be a baseline, so it is 0 here; advantages are then rewards discounted by
+        gamma lambda, and normalized. (Q is never a baseline.)"""
         v, q = self.lm.r_max * old.p_v, self.lm.r_max * old.p_q
         return (v if self.config.c_v else torch.zeros_like(v)), q
 
@@ -307,7 +309,7 @@ def accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_
     # dropout was disabled when the model was loaded
     model.train(gradient_checkpointing)
     infos = []
-    with summed_gradients(parameters_of(optimizer)):
+    with summed_gradients(parameters_of(optimizer)):  # in float32, where torch.compile allows it
         for micro in micros:
             loss, info = loss_of(micro)
             loss.backward()
@@ -329,9 +331,14 @@ def clip_gradients(optimizer) -> list[float]:
     return torch.stack([norm.float() for norm in norms]).tolist()  # one wait for all of them
 
 
+# How a metric is reduced, over the micro-batches of a step (sapo.py divides by their sum, so that
+# most are added up) and then over the steps of an iteration, follows from its name:
+#     *_max              the maximum, and the maximum
+#     skipped_steps*                        the sum
+#     all others         the sum, and the mean
+
 def sum_over_micro_batches(infos: list[dict]) -> dict:
-    """The infos of all ranks' micro-batches, of tensors, as one, of numbers: their sums, or their
-    maximum for names that end in _max (sapo.py says so)."""
+    """The infos of all ranks' micro-batches, of tensors, as one, of numbers."""
     values = [torch.stack([*info.values()]) for info in infos]
     values = torch.stack(values).tolist() if values else []  # one host sync for all of them
     infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
@@ -484,7 +491,8 @@ def minibatch_numbers(lengths: np.ndarray, size: int) -> np.ndarray:
 def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list[MiniBatch]]:
     """Splits the turns of all ranks, in a random order, into mini-batches of about equally many,
     and at most config.mini_batch (a sequence stays whole, also if it has more). Returns this rank's
-    turns as tensors, and its share of each mini-batch, which may be empty. ValueError: see
+    turns as tensors, and its share of each mini-batch, which may be empty. The turns are in the
+    order of the micro-batches, so that a micro-batch is a slice of them. ValueError: see
     shared_order."""
     # all ranks know a sequence by the numbers of its trajectory and of its first turn
     own, own_lengths = {}, {}
