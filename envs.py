@@ -21,16 +21,17 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import os
 import pkgutil
 import re
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import (EnvWorker, WorkerPool, as_python, is_importable, obs_text,
-                             processes_per_rank)
+from runtime.workers import (EnvWorker, WorkerPool, as_number, as_python, is_importable,
+                             obs_text, processes_per_rank)
 
 REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
 ROLE = "You live in a text world and solve one task in it by typing commands."
@@ -111,6 +112,8 @@ class Env:
             knows none. It is for tools/imitate.py, which teaches a model to answer so, and needs no
             plan that wins: the forgetful one leaves out what training is to discover. An
             environment without demonstrator does not define it
+        close(): ends what the constructor has started. What is left in a worker's process group
+            is killed with the worker
 
     The pool truncates an episode after `horizon` turns, and checks every answer. (Lone surrogates
     are replaced, NumPy types are allowed, a command must be one that parse_action can read.)
@@ -185,13 +188,16 @@ class ToolEnv(Env):
         <tool_call>{"name": "answer", "arguments": {"number": 5}}</tool_call>
 
     The thought can be missing. Arguments arrive as the model wrote them: number can be "5". The
-    next message is what the method returned or, if it raised an exception, that exception's text;
-    after a response that is not in the format it says what is wrong. So mistakes in your own tools
-    are shown to nobody but the model: look at a page of an episode, RUN/transcripts/*.html.
+    next message is what the method returned, a dict, list or set as JSON, or, if it raised an
+    exception, even SystemExit, that exception's text; after a response that is not in the format it
+    says what is wrong. So mistakes in your own tools are shown to nobody but the model: look at a
+    page of an episode, RUN/transcripts/*.html. A tool returns its answer: it cannot be async, nor a
+    generator.
 
     `reward` is the return so far, undiscounted: 0 after reset, and tools change it, by
     self.reward += 1 or self.reward = 1. The reward of a step is the difference that it made, so
-    `= 1` in two steps is a reward of 1 and one of 0.
+    `= 1` in two steps is a reward of 1 and one of 0. What is not a finite number is an exception of
+    that call, and the reward stays as it was.
 
     The episode ends when a tool sets `done`, or with a response that calls no tool. It is won if
     its return is above 0; for another rule, override step, and add `won` to the info that it
@@ -229,12 +235,12 @@ class ToolEnv(Env):
     def tool_schemas(cls):
         """ValueError: a tool is not a method with type hints and a docstring."""
         from transformers.utils import get_json_schema  # late: workers do not need it
-        if isinstance(cls.tools, str) or not cls.tools:
+        if not isinstance(cls.tools, (tuple, list)) or not cls.tools:  # (a set has no order)
             raise ValueError(f"{cls.__name__}.tools is {cls.tools!r}; it must be a tuple of names "
                              "of methods, as in tools = \"add\", \"answer\"")
         schemas = []
         for name in cls.tools:
-            taken = name in ("tasks", "reset", "advice") or hasattr(ToolEnv, name)
+            taken = name in ("tasks", "reset", "advice", "close") or hasattr(ToolEnv, name)
             if taken or not callable(getattr(cls, name, None)):
                 raise ValueError(f"{cls.__name__}.tools names {name!r}, which is not a method of "
                                  "this class, or a name that environments use themselves")
@@ -242,6 +248,10 @@ class ToolEnv(Env):
             if isinstance(inspect.getattr_static(cls, name), types.FunctionType):
                 tool = types.MethodType(tool, cls)  # so that `self` is no argument
             try:
+                if any(kind(tool) for kind in (inspect.iscoroutinefunction,
+                                               inspect.isgeneratorfunction,
+                                               inspect.isasyncgenfunction)):
+                    raise TypeError("it is async or a generator; a tool must return its answer")
                 schemas.append(get_json_schema(tool))
             except Exception as error:
                 raise ValueError(f"{cls.__name__}.{name} cannot be a tool: {error}") from None
@@ -251,21 +261,32 @@ class ToolEnv(Env):
     def parse_action(cls, text):
         """-> ({"name": ..., "arguments": {...}}, True); or, for a response that is not in the
         format, (what is wrong, False)."""
-        if "<think>" in text and "</think>" not in text:
-            return "the thought has no </think>", False
-        answer = text.rpartition("</think>")[2]
-        begin, end = answer.count("<tool_call>"), answer.count("</tool_call>")
-        if not begin:
+        at, thought_is_over, begins, ends = 0, False, [], []  # the latter: of the calls' JSON
+        while tag := TAG.search(text, at):
+            at = tag.end()
+            if tag[0] == "<think>" and not thought_is_over:
+                at = text.find("</think>", at)  # whatever is between them
+                if at < 0:
+                    return "the thought has no </think>", False
+            elif tag[0] == "</think>":
+                thought_is_over, begins, ends = True, [], []  # all before it was thought
+            elif tag[0] == "</tool_call>":
+                ends.append(tag.start())
+            elif tag[0] != "<think>":
+                begins.append(tag.start() + len("<tool_call>"))
+        if not begins:
             return cls.NO_CALL, False
-        if (begin, end) != (1, 1):
+        if (len(begins), len(ends)) != (1, 1) or ends < begins:
             return (f"a response must have one <tool_call>...</tool_call>; this one has "
-                    f"<tool_call> {begin} times and </tool_call> {end} times"), False
+                    f"<tool_call> {len(begins)} times and </tool_call> {len(ends)} times"), False
         try:
-            call = json.loads(answer.partition("<tool_call>")[2].partition("</tool_call>")[0])
+            call = json.loads(text[begins[0]:ends[0]], parse_int=finite(int),
+                              parse_float=finite(float), parse_constant=finite(float))
             if depth(call) > 100:
                 raise ValueError("it is nested too deeply")
         except (ValueError, RecursionError) as error:
-            return f"what the <tool_call> contains cannot be read as JSON: {error}", False
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            return f"what the <tool_call> contains cannot be read as JSON: {why}", False
         if not (isinstance(call, dict) and call.keys() == {"name", "arguments"}
                 and isinstance(call["arguments"], dict)):
             return 'a <tool_call> must contain {"name": "...", "arguments": {...}}', False
@@ -278,27 +299,96 @@ class ToolEnv(Env):
         return f"<think> {thought} </think> <tool_call>\n{action_text(action)}\n</tool_call>"
 
     def step(self, action):
-        before = self.reward
-        self.done = False  # until a tool sets it
-        if action == self.NO_CALL:
-            self.done = True  # a model that calls no tool has finished
+        before = reward = self.reward
+        done = self.done = action == self.NO_CALL  # a model that calls no tool has finished
         if isinstance(action, str):  # what is wrong with the response
             result = f"Error: {action}"
         else:
             try:
-                result = getattr(self, action["name"])(**action["arguments"])
-            except Exception as error:
-                result = f"{type(error).__name__}: {error}"
-        if isinstance(result, (dict, list)):
-            result = json.dumps(result, ensure_ascii=False, default=str)
-        answer = [{"role": "tool", "content": str(result)}]
-        return answer, self.reward - before, self.done, False, {}
+                try:
+                    result = result_text(getattr(self, action["name"])(**action["arguments"]))
+                finally:  # what the tool set before an exception counts
+                    done = bool(self.done)
+                    total = as_number(self.reward, "reward")
+                    as_number(total - before, "the change of reward")
+                    reward = total
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever a call does: exit() is SystemExit
+                result = error_text(error)
+            self.reward, self.done = reward, done
+        return [{"role": "tool", "content": result}], reward - before, done, False, {}
+
+
+# A tag of a response. What follows <tool_call>, as far as it is made of JSON's parts, goes with it,
+# so that a tag in a string is text, also in a string at whose end the response was cut.
+TAG = re.compile(r"""</?think> | </tool_call> | <tool_call> (?: [\[\]{}:,\s\d.eE+-]+
+    | true | false | null | NaN | Infinity | "[^"\\]*(?:\\.[^"\\]*)*"
+    | "(?:(?!</tool_call>)[^"\\]|\\.)*\\?\Z )*""", re.VERBOSE | re.ASCII | re.DOTALL)
+
+
+def finite(kind):
+    """Reads a number of JSON as int or float. ValueError: it is infinite, NaN, or has more digits
+    than Python converts by default."""
+    def read(text):
+        if len(text) > 4300:
+            raise ValueError(f"a number has {len(text)} characters")
+        if kind is float and not math.isfinite(float(text)):
+            raise ValueError(f"{text:.20} is not a finite number")
+        return kind(text)
+    return read
 
 
 def depth(value):
     """How deeply lists and dicts are nested in it."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(depth, parts), default=0)
+
+
+def result_text(result):
+    """What a tool returned, as the model reads it. TypeError: it is no answer yet."""
+    if isinstance(result, (dict, list, set, frozenset)):
+        return json.dumps(as_json(result), ensure_ascii=False)
+    return as_answer(result)
+
+
+def as_json(value):
+    """A value as JSON can hold it, at any depth: a number of NumPy or torch is a number, a set is
+    a sorted list, and what JSON has nothing for is text."""
+    if isinstance(value, dict):
+        return {json_scalar(key): as_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(part) for part in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(as_json, value), key=json.dumps)  # it has no order of its own
+    return json_scalar(value)
+
+
+def json_scalar(value):
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if getattr(value, "shape", None) == () and kind not in ("m", "M"):  # those are times
+        value = as_python(value)
+    is_json = value is None or isinstance(value, (str, int)) or (
+        isinstance(value, float) and math.isfinite(value))
+    return value if is_json else as_answer(value)
+
+
+def as_answer(value):
+    """str(value). TypeError: it must be awaited or iterated first."""
+    if isinstance(value, (Awaitable, AsyncIterator, Iterator)):
+        getattr(value, "close", bool)()  # else Python warns that it was never awaited
+        raise TypeError(f"the tool returned a {type(value).__name__}, which must be awaited or "
+                        "iterated; a tool must return its answer")
+    return str(value)
+
+
+def error_text(error):
+    try:
+        return f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its __str__ is a tool's code, too
+        return type(error).__name__
 
 
 # ---------------------------------------------------------------------- prompts of text games
@@ -401,7 +491,9 @@ class PromptBuilder:
     def window_prompt(self, k=2):
         """The text of the message, with the last k turns of the past."""
         n = len(self.history)
-        past = [PAST.format(obs=self.format_obs(obs), action=action_text(action))
+        # what the model wrote stays behind "What you did": no later line of it begins as ours do
+        past = [PAST.format(obs=self.format_obs(obs),
+                            action="\n  ".join(action_text(action).splitlines()))
                 for obs, action in self.history[max(0, n - k):]]
         text = (self.later if n else self.first).format(
             **self.fields(), steps=n, history="\n".join(past), now=n + 1)
@@ -453,9 +545,9 @@ def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
     has_thought = 0 <= text.find("<think>") < text.find("</think>")
 
     # 2. `answer`, what follows the thought; without a thought, the whole text.
-    answer = text[max(0, text.find("</think>")):]  # verl-agent also searches the thought
-    while "</think>" in (rest := answer.partition("</action>")[2]):
-        answer = rest
+    first, last = (max(0, find("</think>")) for find in (text.find, text.rfind))
+    quoted = text.rfind("</action>", first, last)  # the last one that a </think> follows
+    answer = text[first if quoted < 0 else quoted + len("</action>"):]
 
     # 3. The action: in the answer, or before the thought, or else the last characters.
     for part in answer, text.partition("<think>")[0]:
@@ -545,13 +637,16 @@ def context_for(name: str | type[Env], context=None) -> str:
 
 def tasks(name: str | type[Env], split: str, **options) -> list:
     """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
-    found = make_env(name, **options).tasks(split)
+    env = make_env(name, **options)
+    found = env.tasks(split)
     label = getattr(name, "__name__", name)
     if found is None:
         found = ()
     if not isinstance(found, Iterable):
         raise ValueError(f"--env {label}: tasks() returned {found!r}; it must return task ids")
     ids = [as_python(task) for task in found]
+    if callable(getattr(env, "close", None)):
+        env.close()
     if not ids:
         raise ValueError(f"--env {label} has no tasks in the split {split!r}")
     if wrong := [task for task in ids if not isinstance(task, (str, int))]:
@@ -600,8 +695,12 @@ def next_command(env, info):
 
 def play_by_hand(name, **options):
     """A person plays a game; an empty line is the expert's, or a demonstrator's, next command."""
-    worker = EnvWorker("envs:make_env", name, options)
-    obs, info = worker.start(0, tasks(name, "train", **options)[0])
+    with contextlib.closing(EnvWorker("envs:make_env", name, options)) as worker:
+        play_game(worker, tasks(name, "train", **options)[0])
+
+
+def play_game(worker, task):
+    obs, info = worker.start(0, task)
     env = worker.playing[0].env
     terminated = truncated = False
     if env.system:

@@ -112,6 +112,20 @@ def report(records, when="after", temperature=None) -> dict:
             f"{key('success')}_by_category": won}
 
 
+def without(ids, leave_out) -> list:
+    """The ids that are not left out, which are compared as texts. ValueError: there are none."""
+    kept = [task for task in ids if str(task) not in {*map(str, leave_out or ())}]
+    if not kept:
+        raise ValueError("--leave_out leaves no task to play")
+    return kept
+
+
+def check_left_out(leave_out, ids) -> None:
+    """ValueError: one that is left out is not among the ids."""
+    if unknown := {*map(str, leave_out or ())} - {*map(str, ids)}:
+        raise ValueError(f"--leave_out {min(unknown)}: there is no such task")
+
+
 def share_of_this_rank(ids) -> dict:
     """{number: id} of the games that this rank plays, numbered over all ranks."""
     return {n: game for n, game in enumerate(ids) if n * world_size() // len(ids) == rank()}
@@ -123,7 +137,7 @@ def play(sampler, ids, pool, settings, episodes=run_episodes, path=os.devnull) -
     GameError: an environment failed, on whichever rank."""
     games = share_of_this_rank(ids)
     played, own_errors = [], []
-    with open(path if rank() == 0 else os.devnull, "w") as file:
+    with open(path if rank() == 0 else os.devnull, "w", encoding="utf-8") as file:
         try:
             for number, record in episodes(sampler, games, pool, seed=settings.seed,
                                            max_num_seqs=settings.max_num_seqs,
@@ -144,7 +158,7 @@ def play(sampler, ids, pool, settings, episodes=run_episodes, path=os.devnull) -
 def play_held_out(lm, pool, config, temperature) -> list:
     """Plays the --eval_games of a run -> records."""
     ids = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
-    ids = evenly_spaced(ids, config.eval_games)
+    ids = without(evenly_spaced(ids, config.eval_games), config.leave_out)
     records = play(sampler_for(lm, config, temperature), ids, pool, config)
     # A Sampler refers to itself: its decode_step is a bound method of it, or has one
     # (hf/compile.py). So only the collector frees its KV cache, and the next sampler would be made
@@ -206,10 +220,10 @@ def columns_of(config) -> dict:
 
 # The settings that an evaluation has in common with a run: flags of train.py, of which `places` and
 # `objects` are the house's; and `date`, the day on which the run began.
-SHARED = {"env": str, "data": str, "context": Literal["window", "full"],
+SHARED = {"env": str, "data": os.path.expanduser, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"],
           "max_num_seqs": int, "horizon": int, "history": int, "max_new_tokens": int,
-          "max_prompt": int, "places": int, "objects": int, "date": str}
+          "max_prompt": int, "places": int, "objects": int, "leave_out": list, "date": str}
 # What they are without a flag and without a run. train.Config has the same defaults, but stands
 # above this file; training/test_settings.py compares them.
 DEFAULTS = {"env": "house", "engine": "kv", "history": 2, "max_new_tokens": 512}
@@ -218,13 +232,16 @@ DEFAULTS = {"env": "house", "engine": "kv", "history": 2, "max_new_tokens": 512}
 def make_parser(description):
     parser = Parser(description=description)
     add = parser.add_argument
-    add("--model", default="tiny", help="a run, RUN/best, a model's folder, hub id or bare name")
+    path = {"type": os.path.expanduser}
+    add("--model", default="tiny", **path,
+        help="a run, RUN/best, a model's folder, hub id or bare name")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=int, default=0, help="number of games, evenly spaced (0: all)")
     add("--temperature", type=float, help="0: greedy; default: the environment's first one, which "
         f"is {envs.Env.eval_temperatures[0]} unless it has another")
     add("--seed", type=int, default=0)
-    add("--out", help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
+    add("--out", **path,
+        help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     defaults = {"max_num_seqs": f"{MAX_NUM_SEQS} games side by side per rank",
                 "date": "today (for chat templates that print it)"}
     for name, kind in SHARED.items():
@@ -265,13 +282,13 @@ def complete(args):
            here, and have their defaults where the environment is made
         5. DEFAULTS, and for dtype the machine
 
-    If --env is not the environment of 2 or 3, they do not count for data, horizon, max_prompt and
-    context; if --context is not theirs, for max_prompt."""
+    If --env is not the environment of 2 or 3, they do not count for data, horizon, max_prompt,
+    context and leave_out; if --context is not theirs, for max_prompt."""
     run, stored = run_of(args.model, envs.env_class(args.env or "house").tiny_model)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     usual = DEFAULTS | {"dtype": dtype} | stored  # what a setting is without its flag
     if args.env not in (None, usual["env"]):
-        usual |= dict.fromkeys(("data", "horizon", "max_prompt", "context"))
+        usual |= dict.fromkeys(("data", "horizon", "max_prompt", "context", "leave_out"))
     if args.context not in (None, usual.get("context")):
         usual["max_prompt"] = None
 
@@ -279,6 +296,8 @@ def complete(args):
     for name in SHARED:
         if getattr(args, name) is None:
             setattr(settings, name, usual.get(name))
+    if args.leave_out:
+        settings.leave_out = [*(usual.get("leave_out") or ()), *args.leave_out]
 
     env = envs.env_class(settings.env)
     settings.context = envs.context_for(settings.env, settings.context)
@@ -314,7 +333,9 @@ def evaluate(args, make_sampler, episodes=run_episodes, kind=""):
     that of `play`. `kind` becomes part of the files' names."""
     run, settings = complete(args)
     options = envs.options_for(vars(settings))
-    ids = evenly_spaced(envs.tasks(settings.env, settings.split, **options), settings.limit)
+    ids = envs.tasks(settings.env, settings.split, **options)
+    check_left_out(args.leave_out, ids)
+    ids = without(evenly_spaced(ids, settings.limit), settings.leave_out)
     out = report_path(run, settings, kind)
     out.parent.mkdir(parents=True, exist_ok=True)
     answers = out.with_suffix(".jsonl")
@@ -326,6 +347,7 @@ def evaluate(args, make_sampler, episodes=run_episodes, kind=""):
     sampler = make_sampler(settings)
     workers = envs.default_workers(settings.env)
     with contextlib.closing(envs.Pool(settings.env, options, workers)) as pool:
+        pool.remedy = ". --leave_out {} plays the others"
         played = play(sampler, ids, pool, settings, episodes, f"{answers}.new")
     if rank() == 0:
         write_file(answers, "".join(json.dumps(record) + "\n" for record in played))
@@ -364,8 +386,9 @@ def load_sampler(settings):
 
 def main():
     parser = make_parser(__doc__.partition("\n")[0])
-    parser.add_argument("--plot", nargs="+", metavar="RUN", help="only draw training curves")
-    parser.add_argument("--table", nargs="+", metavar="RUN", help="only print the paper's table")
+    runs = {"nargs": "+", "metavar": "RUN", "type": os.path.expanduser}
+    parser.add_argument("--plot", **runs, help="only draw training curves")
+    parser.add_argument("--table", **runs, help="only print the paper's table")
     parser.add_argument("--reach", type=float, help="a success rate, such as half-way from start "
                         "to end: --table and --plot then compare how soon methods reach it")
     with one_line_errors("eval.py", envs.GameError):

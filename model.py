@@ -172,7 +172,7 @@ class ActorCritic:
     played_with: dict = field(default_factory=dict)  # the settings of a run's games, for eval.py
 
     def __post_init__(self):
-        self.device, self.head = self.model.device, self.model.get_output_embeddings()
+        self.device = self.model.device
         self.value_index = torch.tensor(self.value_ids, device=self.device)
         self.max_length = getattr(self.model.config.get_text_config(),
                                   "max_position_embeddings", None) or 1 << 30
@@ -183,6 +183,14 @@ class ActorCritic:
             from hf.compile import compiled, compiled_layers  # late: it imports torch's compiler
             self.backbone = compiled_layers(self.backbone)
             self.token_scores = compiled(token_scores)
+
+    @property
+    def head(self):
+        """The model's output layer, which resize_token_embeddings replaces. ValueError: it has no
+        rows for w+ and w- any more."""
+        head = self.model.get_output_embeddings()
+        check_rows(head, self.value_ids)
+        return head
 
     def parameters(self) -> list[list]:
         """What is trained, in two groups: the model's parameters that are not frozen, and those of
@@ -299,6 +307,7 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
         value_ids = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
     else:
         value_ids = trained_ids
+    check_rows(head, value_ids)
     if wrapped_ids == value_ids:
         value_rows = wrapped_rows.to(model.device)
     else:
@@ -312,6 +321,14 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
         chat.protect({*value_ids, *stop_ids})  # no text can spell them
     return ActorCritic(model, tokenizer, chat, value_ids, stop_ids, value_rows, tau_v, r_max,
                        recommended=stored.get("settings", {}), played_with=stored.get("run", {}))
+
+
+def check_rows(head, value_ids: tuple) -> None:
+    """ValueError: the output layer is too small to have w+ and w-."""
+    if max(value_ids) >= len(head.weight):
+        raise ValueError(f"w+ and w- are tokens {value_ids[0]} and {value_ids[1]}, and the model "
+                         f"has only {len(head.weight)} rows: resize_token_embeddings must keep "
+                         "theirs; else wrap the model with others (value_tokens)")
 
 
 def rows_of(head, value_ids: tuple, trained: bool) -> torch.nn.Linear:

@@ -36,7 +36,7 @@ from runtime.cli import one_line_errors, progress
 from runtime.distributed import (all_gather_list, all_reduce_sum, init_distributed, mean_or_zero,
                                  print0, process_group, rank)
 from runtime.optim import AdamW, summed_gradients
-from runtime.workers import GameError, WorkerPool
+from runtime.workers import GameError, WorkerPool, as_number
 from sapo import (discounted_returns, explained_variance, normalize_advantages, sapo_loss,
                   turn_targets)
 from training.run import prepared, with_speed_and_memory_settings
@@ -432,6 +432,7 @@ def make_sequences(turns: list[Turn], context: str) -> list[list[Turn]]:
     """Turns, in order -> the turns of each training sequence: one in `window`, those of a
     trajectory in `full`. ValueError: a turn was changed, or in `full` one is missing."""
     for turn in turns:
+        as_number(turn.reward, f"the reward of turn {turn.turn} of trajectory {turn.traj}")
         if len(turn.logp) != len(turn.action_ids):
             raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
                              f"{len(turn.action_ids)} response tokens and {len(turn.logp)} "

@@ -172,7 +172,7 @@ class Engine:
             else:
                 self.game.load(path)
             state = self.game.reset()
-        with open(path) as file:
+        with open(path, encoding="utf-8") as file:
             return state, json.load(file)["walkthrough"]
 
     def step(self, action):

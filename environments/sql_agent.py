@@ -94,6 +94,11 @@ class SQLAgent(envs.ToolEnv):
         """
         with contextlib.closing(sqlite3.connect(":memory:")) as database:
             database.executescript(self.script)
+            # a query can fill all memory before it begins, and a single LIKE can take minutes
+            database.execute("PRAGMA hard_heap_limit = 50000000")  # of this process
+            if hasattr(database, "setlimit"):  # from Python 3.11 on
+                database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10000)
+                database.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 50)
             database.set_authorizer(read_only)
             database.set_progress_handler(lambda: True, 10 ** 6)  # interrupts what takes longer
             rows = database.execute(sql).fetchmany(10)

@@ -1,5 +1,6 @@
 """Tests of environments/sql_agent.py."""
 import re
+import sqlite3
 
 import pytest
 
@@ -59,6 +60,27 @@ def test_errors_of_sql_and_writes_are_answers(sql, says):
     (message,), reward, terminated, *_ = env.step({"name": "query", "arguments": {"sql": sql}})
     assert message["role"] == "tool" and says in message["content"] and not terminated
     assert reward == 0 and env.query("SELECT * FROM birds") == before
+
+
+def repeated(times, select):
+    """A query in which t4.a is the text "a", joined to itself `times` times, four times over."""
+    parts = [f"t{n + 1} AS (SELECT {'||'.join('a' * times)} AS a FROM t{n})" for n in range(4)]
+    return f"WITH t0 AS (SELECT 'a' AS a), {', '.join(parts)} SELECT {select} FROM t4"
+
+
+@pytest.mark.parametrize("sql, says", [
+    (repeated(2, "a"), "a" * 16), ("SELECT 'Rome' LIKE '%om_'", "1"), (repeated(60, "a"), "Error"),
+    (repeated(9, "COUNT(*)") + ", birds WHERE a LIKE '" + "%a_" * 99 + "'", "too complex"),
+    ("SELECT " + "(" * 9999, "stack overflow"), ("SELECT '\0'", "null character"),
+    ("SELECT '\ud800'", "UnicodeEncodeError"), ("SELECT -9e999, x'ff'", "-inf|b'\\xff'"),
+    ("SELECT CAST(x'ff' AS TEXT)", "Could not decode"), (10 ** 4000, "Error"), ([[]], "Error")])
+def test_a_query_takes_neither_all_memory_nor_an_hour(sql, says):
+    env = SQLAgent()
+    env.reset(5)
+    if says == "too complex" and not hasattr(sqlite3.Connection, "setlimit"):
+        pytest.skip("limits need Python 3.11")
+    (message,), reward, terminated, *_ = env.step({"name": "query", "arguments": {"sql": sql}})
+    assert says in message["content"] and (reward, terminated) == (0, False)
 
 
 def test_rows_are_limited_and_an_answer_ends_the_game():

@@ -191,7 +191,7 @@ class Catalogue:
         files = data_files(data)
         folder = index_folder(files)
         os.makedirs(os.path.dirname(folder), exist_ok=True)
-        with open(f"{folder}.lock", "w") as lock:  # one process builds, the others wait
+        with open(f"{folder}.lock", "wb") as lock:  # one process builds, the others wait
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.isdir(folder):
                 build_index(files, folder)

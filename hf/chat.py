@@ -4,7 +4,9 @@ speak as somebody else.
 
     Chat(tokenizer).encode_messages([{"role": "user", "content": "Hello"}])
     check_messages      what is wrong with messages
+    used_tokens         the tokens that have a purpose, such as those that a template can write
 """
+import contextlib
 import datetime
 import itertools
 import json
@@ -66,6 +68,52 @@ def json_escaped(content: str) -> str:
     return json.dumps(content, ensure_ascii=False)[1:-1]
 
 
+# ------------------------------------------------------- which tokens a tokenizer's templates write
+
+# every role alone, and in some conversations, of which a template may refuse any
+ROLES = "system", "developer", "user", "assistant", "tool"
+CONVERSATIONS = [(*before, role) for role in ROLES
+                 for before in ((), ("system",), ("user",), ("user", "assistant"))]
+CONVERSATIONS += [(*start, "user", "assistant", "tool", *more, "assistant", "user", "assistant")
+                  for start in ((), ("system",)) for more in ((), ("tool",))]
+FUNCTION = {"type": "function", "function": {"name": "-", "description": "-", "parameters": {
+    "type": "object", "properties": {}}}}
+CALL = {"id": "000000000", "type": "function", "function": {"name": "-", "arguments": {}}}
+SHOWN = {}, {"tools": [FUNCTION]}, {"documents": [{"title": "-", "text": "-"}]}
+
+
+def templates_of(tokenizer) -> dict:
+    """{name: chat template}; the names are "default", and possibly "tool_use", "rag" and others."""
+    found = tokenizer.chat_template or {}
+    if isinstance(found, list):  # as older files have it
+        found = {each["name"]: each["template"] for each in found}
+    return found if isinstance(found, dict) else {"default": found}
+
+
+def used_tokens(tokenizer) -> set[int]:
+    """The ids of those added tokens that have a purpose: those that the tokenizer has a name for,
+    such as its eos token, TAGS, and all that any of its templates spells or writes, whatever the
+    roles, with and without tools. (A template may write '<|' + role + '|>' and spell no token.)"""
+    templates = templates_of(tokenizer).values()
+    texts = {*TAGS, *tokenizer.special_tokens_map.values(), *templates}
+    for template, roles in itertools.product(templates, CONVERSATIONS):
+        messages = [{"role": role, "content": "-"} for role in roles]
+        for message, following in zip(messages, [*roles[1:], None]):
+            if following == "tool":
+                message["tool_calls"] = [CALL]
+            if message["role"] == "tool":
+                message |= {"name": "-", "tool_call_id": CALL["id"]}
+        for shown, begin in itertools.product(SHOWN, (False, True)):
+            with contextlib.suppress(Exception):  # of any kind: a template raises what it likes
+                texts.add(tokenizer.apply_chat_template(
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=begin,
+                    **shown))
+    return {i for i, token in tokenizer.added_tokens_decoder.items()
+            if any(token.content in text for text in texts)}
+
+
+# ---------------------------------------------------------- what a template writes around contents
+
 class Layout(NamedTuple):
     """What a template writes around the contents of messages. It renders n of them as
     texts[0] + forms[0](content 0) + texts[1] + ... + forms[n-1](content n-1) + texts[n]."""
@@ -105,21 +153,13 @@ class Chat:
         self.date = date or datetime.date.today().isoformat()
         self.layouts = {}  # of layout_of: rendering the template in every turn would be slow
         self.lacks_tool_role = False
-        try:
-            self.render([{"role": role, "content": "-"} for role in ("user", "assistant", "user")])
-        except Exception as error:  # there is no template, or it fails in a way of its own
-            raise ValueError("the chat template fails with messages of user, assistant and user: "
-                             f"{error}") from None
         if not tokenizer.is_fast:
             raise ValueError("this is not one of transformers' fast tokenizers")
-        layout = self.probe(["user", "assistant", "user", "assistant", "user"])
-        if not layout:
-            raise ValueError("the chat template drops or repeats messages: choose an instruct "
-                             "model whose template keeps all of them")
+        layout = self.required_layout("user", "assistant", "user", "assistant", "user")
         _, user_to_assistant, assistant_to_user, *next_turn, _ = layout.texts
         # not so if the template numbers its messages, for example
         self.appends = next_turn == [user_to_assistant, assistant_to_user]
-        self.begin, self.end = self.probe(["user"]).texts
+        self.begin, self.end = self.required_layout("user").texts
         self.between = self.after_response(assistant_to_user)
         self.check_generation_prompt(user_to_assistant)
         self.protect(())
@@ -128,7 +168,8 @@ class Chat:
     def check_generation_prompt(self, user_to_assistant: str) -> None:
         """ValueError: the template ignores add_generation_prompt. It may do so if the user's
         message ends with what comes before a response anyway, such as Mistral's "[/INST]"."""
-        ignored = self.probe(["user"], begin_response=False).texts == [self.begin, self.end]
+        without = self.required_layout("user", begin_response=False)
+        ignored = without.texts == [self.begin, self.end]
         before_response = user_to_assistant.partition("<think>")[0].rstrip()
         if ignored and not self.end.startswith(before_response):
             raise ValueError("the chat template ignores add_generation_prompt, so nothing would "
@@ -138,7 +179,10 @@ class Chat:
 
     def render(self, messages: list, tools=None, begin_response: bool = True) -> str:
         """Messages, of the assistant too -> text, up to where the next response begins."""
-        template = self.tokenizer.get_chat_template(tools=tools)
+        templates = templates_of(self.tokenizer)
+        template = tools and templates.get("tool_use") or templates.get("default")
+        if not template:
+            raise ValueError(f"of the templates {sorted(templates)} none is the default one")
         today = datetime.date.fromisoformat(self.date)
         # transformers passes no function to a template, so what strftime_now("%d %b %Y") returns is
         # written in its place
@@ -174,13 +218,29 @@ class Chat:
         layout.texts.append(rest)
         return layout
 
+    def required_layout(self, *roles: str, begin_response: bool = True) -> Layout:
+        """The Layout of messages of these roles. ValueError: there is none."""
+        try:
+            self.render([{"role": role, "content": "-"} for role in roles],
+                        begin_response=begin_response)
+        except Exception as error:  # there is no template, or it fails in a way of its own
+            without = "" if begin_response else " without add_generation_prompt"
+            why = " ".join(str(error).split())
+            raise ValueError(f"the chat template fails with messages of {', '.join(roles)}"
+                             f"{without}: {why}") from None
+        if layout := self.probe(roles, begin_response=begin_response):
+            return layout
+        raise ValueError("the chat template drops or repeats messages: choose an instruct model "
+                         "whose template keeps all of them")
+
     def layout_of(self, roles: tuple, follows_response: bool, tools=None) -> Layout | None:
         """The Layout of messages of these roles at the start of a conversation, or of those that
         follow a response. None: the template cannot write them, or not in each turn alike."""
         key = roles, follows_response, json.dumps(tools), self.date
         if key not in self.layouts:
             if follows_response:
-                layout = self.probe_after_response(roles)
+                layout = (self.probe_after_response(roles, tools)
+                          or self.probe_after_response(roles))
             else:
                 layout = self.probe(roles, tools)
             # response_prefix holds for every response: the parser of actions reads it before each
@@ -189,11 +249,11 @@ class Chat:
             self.layouts[key] = layout
         return self.layouts[key]
 
-    def probe_after_response(self, roles: tuple) -> Layout | None:
+    def probe_after_response(self, roles: tuple, tools=None) -> Layout | None:
         """The Layout of messages of these roles that follow a response. None: the template cannot
         write them, or writes them in another way when that happens a second time."""
         turn = ["assistant", *roles]
-        layout = self.probe(["user", *turn, *turn])
+        layout = self.probe(["user", *turn, *turn], tools)
         if not layout:
             return None
         # texts[i] stands before message i: 0 is the user, 1 the first response, then come `roles`
@@ -227,12 +287,9 @@ class Chat:
 
     def protect(self, ids) -> None:
         """From now on, `encode` produces no control token from the text that it is given: no
-        special token, and no added token that is in `ids` or in the template. The tags of thoughts,
-        actions and calls stay as they are."""
-        template = self.begin + self.between + self.end
-        if with_tool := self.probe(["user", "assistant", "tool"]):
-            template += "".join(with_tool.texts)
-        ids = {*ids, *self.template_ids(template)}
+        special token, and none of used_tokens or `ids`. The tags of thoughts, actions and calls
+        stay as they are."""
+        ids = {*ids, *used_tokens(self.tokenizer)}
         added = self.tokenizer.added_tokens_decoder  # id: the token
         names = {token.content for i, token in added.items() if token.special or i in ids}
         self.control = first_letters(names - TAGS)
@@ -287,8 +344,9 @@ class Chat:
         returned, they become one message of the user. ValueError: see check_messages; or the
         template is such that nothing can be appended."""
         check_messages(messages, before)
-        tools = None if before else tools
-        if tools:
+        if before and "tool_use" not in templates_of(self.tokenizer):
+            tools = None  # there is one template, which shows them at the start
+        if tools and not before:
             messages, tools = self.show_tools(messages, tools)
         roles = tuple(message["role"] for message in messages)
         # blanks around what a tool returned can mean something
@@ -336,9 +394,9 @@ class Chat:
 def first_letters(names: Iterable[str]) -> re.Pattern:
     """A pattern that matches the first letter of each name in a text: of <|user|>, <|end|> and
     [INST] it is `<(?=\\|end\\|>|\\|user\\|>)|\\[(?=INST\\])`. So names that overlap are found, too,
-    and where none can start, the search is fast, though some tokenizers have hundreds. Names of one
-    letter are left out."""
-    names = sorted(name for name in names if len(name) > 1)
+    and where none can start, the search is fast, though some tokenizers have hundreds. Blanks and
+    names of one letter are left out."""
+    names = sorted(name for name in names if len(name.strip()) > 1)
     patterns = []
     for letter, same_letter in itertools.groupby(names, key=lambda name: name[0]):
         rests = "|".join(re.escape(name[1:]) for name in same_letter)

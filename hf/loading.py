@@ -9,6 +9,7 @@ which models cannot be used, and why.
 """
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 import transformers  # as a whole: it imports its parts when they are used, so --help stays quick
 
 from hf.attention import causal_inputs, replace_attention
-from hf.chat import Chat
+from hf.chat import Chat, used_tokens
 
 # ------------------------------------------------------------------------- what a name stands for
 
@@ -31,7 +32,7 @@ def local_folder(name: str, tiny: str = "tiny-house") -> Path:
     """The local folder that a name refers to, which need not exist: results/TINY for "tiny" (made
     by tools/imitate.py; an environment says which one it wants), RUN/final for a run, else the
     folder of that name."""
-    folder = RESULTS / tiny if name == "tiny" else Path(name)
+    folder = RESULTS / tiny if name == "tiny" else Path(os.path.expanduser(name))
     return folder / "final" if (folder / "final").is_dir() else folder
 
 
@@ -40,6 +41,7 @@ def resolve_model(name: str, tiny: str = "tiny-house") -> str:
     such as Qwen2.5-1.5B-Instruct. ValueError: the folder does not exist."""
     if local_folder(name, tiny).is_dir():
         return str(local_folder(name, tiny))
+    name = os.path.expanduser(name)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")
     owner = next((owner for family, owner in OWNERS.items() if name.startswith(family)), None)
@@ -180,18 +182,14 @@ def reserve_value_ids(tokenizer, rows: int, taken, named=None) -> tuple[int, int
     2. the last two rows, if no token of the vocabulary has them: many models have rows to spare;
     3. two special tokens, preferably called reserved or unused. ValueError: there are none.
 
-    A token has a purpose if it is one of the ids `taken`, if the chat template spells it, or as the
-    tokenizer's bos, eos, pad or unk token."""
+    A token has a purpose if it is one of the ids `taken` or of used_tokens."""
     vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
-    template = tokenizer.chat_template or ""
-    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
-    used = {i for i, token in added.items() if token.content in template or token.content in roles}
-    used |= {*taken}
+    used = {*taken, *used_tokens(tokenizer)}
     if named:
         ids = tuple(find_token_id(vocabulary, name) for name in named)
         if ids[0] == ids[1] or not all(0 <= i < rows and i not in used for i in ids):
             raise ValueError(f"--value_tokens {' '.join(map(str, named))}: give two different "
-                             f"tokens, or ids below {rows}, that neither the chat template nor "
+                             f"tokens, or ids below {rows}, that neither a chat template nor "
                              "the tokenizer uses for a purpose of its own")
         return ids
     last_two = (rows - 2, rows - 1)
@@ -201,7 +199,7 @@ def reserve_value_ids(tokenizer, rows: int, taken, named=None) -> tuple[int, int
     if len(free) < 2:
         raise ValueError("no two vocabulary entries are free for w+ and w-; name two tokens that "
                          "no text uses: --value_tokens A B")
-    reserved = [i for i in free if re.search("reserved|unused|extra", added[i].content)]
+    reserved = [i for i in free if re.search("(?i)reserved|unused|extra", added[i].content)]
     others = [i for i in free if i not in reserved]
     return tuple([*sorted(others), *sorted(reserved)][-2:])
 

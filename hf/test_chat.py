@@ -363,6 +363,63 @@ def test_templates_that_drop_or_repeat_messages_are_refused(template):
         Chat(byte_level(template))
 
 
+@pytest.mark.parametrize("condition, message", [
+    ("messages | length == 1", "fails with messages of user: not so"),
+    ("not add_generation_prompt", "fails with messages of user without add_generation_prompt: not"),
+    ("messages | length > 1", "fails with messages of user, assistant, user, .*: not so")])
+def test_templates_that_fail_are_refused_in_one_line(condition, message):
+    fails = f"{{% if {condition} %}}{{{{ raise_exception('not\n\n so') }}}}{{% endif %}}"
+    with pytest.raises(ValueError, match=message):
+        Chat(byte_level(fails + SMOLLM))
+
+
+TOOL_USE = SMOLLM.replace("{% for", "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for"
+                          ).replace("{{ m.content }}", "{% if m.role == 'tool' %}<result>"
+                                    "{{ m.content }}</result>{% else %}{{ m.content }}{% endif %}")
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_template_for_tools_writes_all_of_a_conversation_with_tools(as_list):
+    tokenizer = byte_level(TOOL_USE)
+    templates = {"default": SMOLLM, "tool_use": TOOL_USE}
+    tokenizer.chat_template = [{"name": name, "template": template} for name, template in
+                               templates.items()] if as_list else templates
+    chat, single = Chat(tokenizer), Chat(byte_level(TOOL_USE.replace("in tools", "in tools or []")))
+    result = messages_of(("tool", "1"))
+    for messages, before in (messages_of(("user", "Who?")), ()), (result, [1]):
+        ids = chat.encode_messages(messages, before, [TOOL])
+        assert ids == single.encode_messages(messages, before, [TOOL])
+    assert "<result>1</result>" in tokenizer.decode(ids)
+    without = Chat(byte_level(SMOLLM)), messages_of(("user", "Who?"))
+    assert tokenizer.decode(chat.encode_messages(without[1])) == without[0].tokenizer.decode(
+        without[0].encode_messages(without[1]))
+    assert "<result>" not in tokenizer.decode(chat.encode_messages(result, [1]))
+    tokenizer.chat_template = {"tool_use": TOOL_USE}
+    with pytest.raises(ValueError, match=r"of the templates \['tool_use'\] none is the default"):
+        Chat(tokenizer)
+
+
+def test_text_spells_no_token_that_a_template_can_write():
+    """Nor one that is written only for some roles, with tools, or by another template."""
+    tokenizer = byte_level(SMOLLM)
+    names = ["<|developer|>", "<|tools|>", "<|spelled|>"]
+    tokenizer.add_tokens(names)  # which are not special
+    role = "{{ '<|' ~ m.role ~ '|>' if m.role == 'developer' }}"
+    default = SMOLLM.replace("<|im_start|>{{", role + "<|im_start|>{{")
+    other = "{{ '<|tools' ~ '|>' if tools }}{% if images %}<|spelled|>{% endif %}"
+    tokenizer.chat_template = {"default": default, "tool_use": default + other}
+    ids = Chat(tokenizer).encode_user_turn(" ".join(names))
+    assert not {*tokenizer.convert_tokens_to_ids(names)} & {*ids}
+
+
+def test_blanks_that_are_tokens_stay_whole():
+    tokenizer = byte_level(SMOLLM)
+    tokenizer.add_tokens(["\n\n"])  # as Gemma's has
+    tokenizer.chat_template = SMOLLM.replace("m.content", "'\\n\\n' + m.content")
+    ids = Chat(tokenizer).encode_user_turn("one\n\ntwo")
+    assert ids.count(tokenizer.convert_tokens_to_ids("\n\n")) == 2
+
+
 def test_calls_of_the_tokenizer_do_not_change_prompts():
     lm = load(TINY_HOUSE)
     before = lm.chat.encode_user_turn("go to the fridge")

@@ -1,7 +1,10 @@
 """Tests of hf/loading.py: what is read, written and refused."""
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,10 +15,12 @@ import train
 from environments.alfworld import AlfWorld
 from environments.house import House
 from envs import make_env
-from hf.loading import find_stop_ids, reserve_value_ids, resolve_model, sapo_json_of
+from hf.chat import used_tokens
+from hf.loading import RESULTS, find_stop_ids, reserve_value_ids, resolve_model, sapo_json_of
 from model import actor_critic, load, make_batch
 from rollout import Sampler
 from runtime.testing import GAMES, TINY_HOUSE, on_the_cpu, random_model
+from tools import imitate
 from tools.imitate import random_tiny
 
 
@@ -25,15 +30,46 @@ def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones
     assert reserve_value_ids(tokenizer, size + 2, stops) == (size, size + 1)
     with pytest.raises(ValueError, match="no two vocabulary entries are free"):
         reserve_value_ids(tokenizer, size + 1, stops)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|extra_0|>", "<|extra_1|>", "<|tool|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [
+        "<|extra_0|>", "<|extra_1|>", "<|other|>", "<|tool|>"]})
     chosen = reserve_value_ids(tokenizer, len(tokenizer), stops)
     assert {tokenizer.convert_ids_to_tokens(i) for i in chosen} == {"<|extra_0|>", "<|extra_1|>"}
-    named = reserve_value_ids(tokenizer, len(tokenizer), stops, ("<|tool|>", "5"))
-    assert named == tuple(tokenizer.convert_tokens_to_ids(["<|tool|>", "5"]))
-    for names in (("<|end|>", "<|tool|>"), ("nonsense-word", "<|tool|>"), ("<|tool|>",) * 2):
+    named = reserve_value_ids(tokenizer, len(tokenizer), stops, ("<|other|>", "5"))
+    assert named == tuple(tokenizer.convert_tokens_to_ids(["<|other|>", "5"]))
+    # the template never spells <|tool|>: it writes '<|' + role + '|>'
+    for names in (("<|end|>", "<|other|>"), ("nonsense-word", "<|other|>"), ("<|other|>",) * 2,
+                  ("<|tool|>", "5")):
         with pytest.raises(ValueError, match=f"--value_tokens {names[0]}.*: give two different"):
             reserve_value_ids(tokenizer, len(tokenizer), stops, names)
+
+
+@pytest.mark.parametrize("template", [
+    "{% for m in messages %}<|a|>{{ m.content }}{% endfor %}",
+    {"default": "x", "tool_use": "{% for t in tools %}<|a|>{% endfor %}"},
+    [{"name": "default", "template": "x"}, {"name": "rag", "template": "{{ documents }}<|a|>"}],
+    "{% for m in messages %}{{ '<|' + {'tool': 'a'}.get(m.role, '') + '|>' }}{% endfor %}",
+    "{% for t in tools %}{{ '<|' ~ 'a|>' }}{% endfor %}",
+    "{% if messages[0].role != 'developer' %}{{ raise_exception('no') }}{% endif %}{{ '<|' ~ 'a|>'"
+    " }}",
+    "{% for m in messages if m.tool_calls %}{{ '<|' ~ 'a|>' }}{% endfor %}",
+    "{% if not add_generation_prompt and messages | length > 5 %}{{ '<|' ~ 'a|>' }}{% endif %}"])
+def test_what_any_template_can_write_is_no_reserved_token(template):
+    tokenizer = random_tiny().tokenizer
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|b|>", "<|c|>", "<|a|>"]})
+    a, b, c = tokenizer.convert_tokens_to_ids(["<|a|>", "<|b|>", "<|c|>"])
+    assert a in used_tokens(tokenizer)
+    assert reserve_value_ids(tokenizer, len(tokenizer), ()) == (b, c)
+    with pytest.raises(ValueError, match="--value_tokens <|a|> <|b|>: give two different"):
+        reserve_value_ids(tokenizer, len(tokenizer), (), ("<|a|>", "<|b|>"))
+
+
+def test_tokens_that_a_tokenizer_has_a_name_for_are_used():
+    tokenizer = random_tiny().tokenizer
+    tokenizer.add_special_tokens({"mask_token": "<mask>", "sep_token": "<sep>"})
+    tokenizer.add_tokens(["<think>"])
+    used = {tokenizer.added_tokens_decoder[i].content for i in used_tokens(tokenizer)}
+    assert {"<mask>", "<sep>", "<think>", "<|end|>", "<|pad|>"} <= used
 
 
 @pytest.mark.parametrize("architecture, more", [
@@ -112,8 +148,9 @@ def test_unusable_models_are_refused_with_a_reason(tmp_path):
 def test_value_tokens_have_rows_in_the_head():
     lm = random_tiny()
     tokenizer, size = lm.tokenizer, len(lm.tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra_0|>", "<|extra_1|>"]})
-    assert max(reserve_value_ids(tokenizer, size + 1, lm.stop_ids)) <= size
+    tokenizer.add_special_tokens({"additional_special_tokens": [
+        "<|other|>", "<|extra_0|>", "<|extra_1|>"]})
+    assert reserve_value_ids(tokenizer, size + 2, lm.stop_ids) == (size, size + 1)
 
 
 def test_response_ends_with_every_token_that_the_model_or_the_template_names():
@@ -140,6 +177,71 @@ def test_saved_config_has_the_rope_names_of_transformers_4(tmp_path):
     lm.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, rope)
+
+
+@pytest.mark.parametrize("locale", [{}, {"PYTHONUTF8": "0", "LC_ALL": "C",
+                                         "PYTHONCOERCECLOCALE": "0"}])
+def test_special_tokens_keep_their_ids_in_any_locale(tmp_path, locale):
+    """A model is saved and loaded by a process whose encoding is the locale's, twice."""
+    lm = random_model("qwen2", 1)
+    names = ["<|\u00fcber|>", "<|\u7528\u6237|>", "<|\u043c\u0438\u0440|>"]
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": names})
+    lm.tokenizer.chat_template += "{# \u7528\u6237 #}"
+    lm.model.resize_token_embeddings(len(lm.tokenizer) + 2)
+    lm.save(tmp_path / "0")
+    program = ("import sys, model\n"
+               "for n in range(2): model.load(f'{sys.argv[1]}/{n}').save(f'{sys.argv[1]}/{n + 1}')")
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=RESULTS.parent,
+                          env=os.environ | locale, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    again = load(str(tmp_path / "2"))
+    assert again.tokenizer.get_vocab() == lm.tokenizer.get_vocab()
+    assert again.tokenizer.chat_template == lm.tokenizer.chat_template
+    assert again.value_ids == lm.value_ids
+
+
+def test_models_are_found_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    assert resolve_model("~/run") == str(tmp_path / "run" / "final")
+    with pytest.raises(ValueError, match=f"cannot load model {tmp_path}/nope: there is no such"):
+        load("~/nope")
+    config, _ = imitate.parse(["--out=~/house"])
+    assert config.out == f"{tmp_path}/house"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [-2, 100])
+def test_resized_model_is_used_as_it_is_now(tmp_path, tied, rows):
+    """With more rows everything works; without those of w+ and w-, one line says so."""
+    lm = random_model("qwen2", 1, tie_word_embeddings=tied)
+    rows += len(lm.head.weight)
+    lm.model.resize_token_embeddings(rows)
+    batch = make_batch([([*range(9, 29)], [(2, 6), (9, 20)])])
+    uses = (lambda: lm.score(batch), lambda: lm.save(tmp_path), lambda: Sampler(lm),
+            lambda: actor_critic(lm.model, lm.tokenizer))
+    if rows <= max(lm.value_ids):
+        for use in uses:
+            with pytest.raises(ValueError, match=f"has only {rows} rows: resize_token_embeddings"):
+                use()
+        return
+    for use in uses:
+        use()
+    assert lm.head.weight.shape[0] == rows
+    assert (lm.head.weight is lm.model.get_input_embeddings().weight) == tied
+    learner = train.Learner(lm, train.Config())
+    assert any(p is lm.head.weight for group in learner.optimizer.param_groups
+               for p in group["params"])
+    with torch.no_grad():
+        lm.value_rows.weight.normal_(std=0.1)
+    lm.save(tmp_path)
+    again = load(str(tmp_path), device="cpu")
+    for one, two in zip(lm.score(batch), again.score(batch)):
+        torch.testing.assert_close(one, two)
+    assert Sampler(again, max_new_tokens=4).generate(["look"])
+    scores = lm.score(batch)
+    (scores.p_v.sum() + scores.logp.sum()).backward()
+    assert lm.value_rows.weight.grad.abs().sum() > 0 and lm.head.weight.grad.abs().sum() > 0
 
 
 def test_models_are_found_by_bare_names():

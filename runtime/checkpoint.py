@@ -130,7 +130,7 @@ class RunDir:
         if self.path.is_file():
             raise ValueError(f"--out {self.path} is a file: name a folder")
         os.makedirs(self.path, exist_ok=True)
-        with open(self / ".lock", "a+") as file:
+        with open(self / ".lock", "a+", encoding="utf-8") as file:
             if reasons := all_gather_list(self.try_lock(file, resume) if rank() == 0 else []):
                 raise ValueError(reasons[0])
             mark = broadcast_object(secrets.token_hex(8))
@@ -140,7 +140,7 @@ class RunDir:
                 file.flush()
                 os.fsync(file.fileno())  # so that other machines see it
             barrier()
-            seen = (self / ".lock").read_text() == mark
+            seen = (self / ".lock").read_text(encoding="utf-8") == mark
             if blind := all_gather_list([] if seen else [rank()]):
                 raise ValueError(f"rank {blind[0]} does not see what rank 0 writes to {self.path}: "
                                  "--out must be on a file system that all machines share")
@@ -222,7 +222,7 @@ def default_run_name(given: dict, defaults: dict, ignored: set) -> str:
 def versions() -> dict:
     """What a run was made with: git commit, packages, hardware."""
     git = subprocess.run("git describe --always --dirty", cwd=ROOT, shell=True,
-                         capture_output=True, text=True).stdout.strip()
+                         capture_output=True, encoding="utf-8").stdout.strip()
     device = (torch.cuda.get_device_name() if torch.cuda.is_available()
               else f"CPU, {torch.get_num_threads()} threads")
     return {"git": git or "unknown", "versions": {
@@ -239,9 +239,10 @@ def init_wandb(config, folder: RunDir):
     if getattr(wandb, "run", None):
         return wandb.run
     path = folder / "wandb-id"
+    old = path.read_text(encoding="utf-8") if path.exists() else None
     try:
-        run = wandb.init(project=config.wandb, id=path.read_text() if path.exists() else None,
-                         resume="allow", dir=config.out, name=path.parent.name, config=vars(config))
+        run = wandb.init(project=config.wandb, id=old, resume="allow", dir=config.out,
+                         name=path.parent.name, config=vars(config))
     except Exception as error:  # wandb has many exceptions of its own
         raise ValueError(f"--wandb {config.wandb}: {' '.join(str(error).split())[:200]} Log in "
                          "with `wandb login`, or set WANDB_MODE=offline to log to the run's folder"

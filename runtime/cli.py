@@ -30,13 +30,15 @@ class Parser(argparse.ArgumentParser):
 
 def argparse_options(kind, default=None) -> dict:
     """The keyword arguments of add_argument() for a flag of this type: a Literal, bool, tuple (two
-    values), or a function of a string. A bool whose default is None can also be negated with
-    --no-NAME."""
+    values), list (any number of them), or a function of a string. A bool whose default is None can
+    also be negated with --no-NAME."""
     if get_args(kind):
         return {"choices": get_args(kind)}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if default is None else "store_true"}
-    return {"nargs": 2, "metavar": ("A", "B")} if kind is tuple else {"type": kind}
+    if kind in (tuple, list):
+        return {"nargs": 2, "metavar": ("A", "B")} if kind is tuple else {"nargs": "*"}
+    return {"type": kind}
 
 
 def parser_for(cls, description: str) -> Parser:
@@ -73,7 +75,7 @@ def progress(label: str, total: int | None = None, unit: str | None = None):
     """A tqdm bar on rank 0; without a unit, it only shows the time. If stderr is not a terminal, a
     line is printed every minute instead."""
     terminal, over = sys.stderr.isatty(), threading.Event()
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         bar = tqdm(desc=label, total=total, unit=f" {unit}", unit_scale=unit == "tokens",
                    leave=False, bar_format=None if unit else "{desc} [{elapsed}]",
                    file=sys.stderr if terminal and rank() == 0 else nowhere)

@@ -333,6 +333,9 @@ pre { background: #f4f4f4; font-size: .85rem } p { font-family: ui-monospace, mo
 """
 
 
+SYMBOLS = {n: 0x2400 + n for n in range(32) if chr(n) not in "\t\n"}  # of control characters
+
+
 def svg(title, xlabel, series):
     """{name: numbers} -> a line plot over 1, 2, ... as an SVG element."""
     from matplotlib import rc_context
@@ -357,8 +360,8 @@ def shaded(turn, decode) -> str:
     for n, logp in enumerate(turn.logp):
         before = turn.action_ids[max(0, done - 1):done]  # spaces depend on the previous token
         text = decode(before + turn.action_ids[done:n + 1])[len(decode(before)):]
-        if text.endswith("\ufffd") and n + 1 < len(turn.logp):
-            text = ""  # part of a character, shown with the next token
+        if text.endswith("\ufffd") and n - done < 3 and n + 1 < len(turn.logp):
+            text = ""  # part of a character, of at most four, shown with the next token
         else:
             done = n + 1
         shade = 1 - math.exp(logp) if math.isfinite(logp) else 1
@@ -391,12 +394,15 @@ def episode_page(title, turns, lines, decode, tools=None) -> str:
         heads = [f"<b>{name} {x:.2f}</b>" for name, x in numbers.items()]
         heads += ["<b>invalid format</b>"] * turn.invalid
         heads += ["<b>not admissible</b>"] * (not turn.admissible)
-        sent = [f"<h3>{m['role']}</h3><pre>{escape(m['content'])}</pre>" for m in turn.messages]
+        sent = [f"<h3>{escape(m['role'])}</h3><pre>{escape(m['content'])}</pre>"
+                for m in turn.messages]
         answer = ""  # messages are shown where they were sent, in the next turn
         if after and isinstance(after.obs, str):
             answer = f"Answer of the environment:<pre>{escape(after.obs)}</pre>"
         body.append(f"<section><h2>Turn {turn.turn + 1}</h2>{''.join(heads)}{''.join(sent)}"
                     f"<h3>assistant</h3><p>{shaded(turn, decode)}</p>{answer}</section>")
-    return (f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
+    page = (f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style>'
             f"{''.join(body)}</html>")
+    # a lone surrogate cannot be written, and a control character is shown by its symbol
+    return page.encode("utf-8", "replace").decode().translate(SYMBOLS)

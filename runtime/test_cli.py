@@ -64,3 +64,11 @@ def test_threads_are_chosen_unless_the_user_did(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     cli.choose_threads(load(TINY_HOUSE).model)
     set_threads.assert_called_once_with(1)
+
+
+def test_flag_of_a_list_takes_any_number_of_texts():
+    parser = cli.Parser()
+    parser.add_argument("--leave_out", **cli.argparse_options(list))
+    for flags, value in (([], None), (["--leave_out"], []), (["--leave_out", "5", "a b"],
+                                                             ["5", "a b"])):
+        assert parser.parse_args(flags).leave_out == value

@@ -1,7 +1,12 @@
 """Tests of the pool, of its workers, and of what they check."""
 import contextlib
 import os
+import pathlib
 import random
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -9,7 +14,7 @@ import envs
 import train
 from environments.house import House
 from envs import Pool, default_workers, make_env, tasks
-from runtime.testing import GAMES, MY_ENV, a_pool, on_the_cpu, run_main
+from runtime.testing import GAMES, HERE, MY_ENV, a_pool, on_the_cpu, run_main
 from runtime.workers import as_command
 
 
@@ -98,7 +103,8 @@ def test_game_that_kills_its_worker_is_named(tmp_path, monkeypatch):
             pool.start(task, task)
         pool.gather(ids)
         pool.step(ids[5], "boom")
-        with pytest.raises(envs.GameError, match=r"games waited: \['test-5'"):
+        with pytest.raises(envs.GameError, match=r"at game test-5 in turn 1. These "
+                           r"games waited: \['test-5'"):
             pool.gather(ids[5:6])
 
 
@@ -134,7 +140,6 @@ def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
     ("return self.observation(), envs", "return [{'role': 'assistant', 'content': 'x'}], envs",
      "in turn 1: ValueError: obs has a message of 'assistant' where only user and tool can"),
     ("[*WAYS]", "[WAYS]", "a command is {'north': .*, not a string"),
-    ("self.turn += 1", "raise SystemExit(3)", "in turn 1: SystemExit: 3"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
     ("range(5000)", "range(1)", "no tasks in the split 'train'")])
 def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, says):
@@ -232,3 +237,194 @@ def test_reward_that_is_no_number_is_named(reward):
     pool.step(0, "x")
     with pytest.raises(envs.GameError, match="reward is .*, not a finite number"):
         pool.gather([0])
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Makes a module of a frozen lake, in which some text is replaced -> the name for --env."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*changes):
+        text = MY_ENV
+        for old, new in changes:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        (tmp_path / f"{tmp_path.name}.py").write_text("import os, subprocess, sys\n" + text)
+        return f"{tmp_path.name}:FrozenLake"
+    return make
+
+
+RAISES = """
+        class Silent(ArithmeticError):
+            __traceback__ = None
+            def __str__(self): sys.exit("no text")
+        import asyncio
+        raise {"north": GeneratorExit(1), "east": sys.exit, "south": asyncio.CancelledError(2),
+               "west": Silent()}[action] if action != "east" else SystemExit(3)
+        self.turn += 1"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_exception_is_named_and_no_worker_is_lost(own, workers):
+    pool = Pool(own(("self.turn += 1", RAISES.strip())), workers=workers)
+    pool.remedy = ". Leave out {}"
+    with contextlib.closing(pool):
+        procs = [*pool.procs]
+        for action, says in (("north", "GeneratorExit: 1"), ("east", "SystemExit: 3"),
+                             ("south", "CancelledError: 2"),
+                             ("west", r"Silent: .it cannot be printed.")):
+            pool.start(0, 5)
+            pool.gather([0])
+            pool.step(0, action)
+            with pytest.raises(envs.GameError, match=rf"game 5 failed in turn 1: {says} \(.*py:\d+"
+                                                     r"\)\. Leave out 5$"):
+                pool.gather([0])
+        assert pool.procs == procs and all(proc.poll() is None for proc in procs)
+
+
+def test_exception_of_parse_action_is_named():
+    class Mine(House):
+        parse_action = classmethod(lambda cls, text: sys.exit(text))
+
+    with pytest.raises(envs.GameError, match="parse_action must return .* 'x' .*SystemExit: x"):
+        Pool(Mine).parse_action("x")
+
+
+def test_category_that_other_processes_cannot_read_is_plain_text(own):
+    local = "type('Kind', (str,), {})('lake')"  # an instance of a class that no module has
+    with contextlib.closing(Pool(own(('"lake"', local)), workers=1)) as pool:
+        pool.start(0, 5)
+        (_, info), = pool.gather([0])
+        assert type(info["category"]) is str and info["category"] == "lake"
+
+
+def test_workers_start_whatever_is_in_the_path(own, tmp_path, monkeypatch):
+    class Path(str):  # as that of the package path
+        __repr__ = lambda self: f"Path({str(self)!r})"
+
+    name = own()
+    (tmp_path / "aside").mkdir()
+    (tmp_path / f"{tmp_path.name}.py").rename(tmp_path / "aside" / f"{tmp_path.name}.py")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "aside")])
+    env = envs.env_class(name)
+    for entry in (pathlib.Path("aside"), Path("aside"), b"aside"):
+        monkeypatch.setattr(sys, "path", [None, 5, object(), entry, *sys.path[:-1]])
+        with contextlib.closing(Pool(env, workers=1)) as pool:
+            pool.start(0, 5)
+            assert pool.gather([0])
+
+
+# ---- what workers leave
+
+SERVER = ("    def reset(self, task):", """    def __init__(self):
+        self.server = subprocess.Popen(["sleep", "600"])
+        with open("servers", "a") as file:
+            print(os.getpid(), self.server.pid, file=file)
+
+    def close(self):
+        with open("closed", "a") as file:
+            print(self.server.pid, file=file)
+        SHUTDOWN
+
+    def reset(self, task):""")
+
+
+def with_server(shutdown):
+    return SERVER[0], SERVER[1].replace("SHUTDOWN", shutdown)
+
+
+def numbers(name):
+    return [[*map(int, line.split())] for line in pathlib.Path(name).read_text().splitlines()]
+
+
+def is_running(pid):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")
+
+
+def all_end(pids, seconds=20):
+    end = time.time() + seconds
+    while any(map(is_running, pids)) and time.time() < end:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("shutdown", ["self.server.kill()", "pass", "raise SystemExit('no')"])
+def test_pool_closes_environments_and_ends_their_processes(own, shutdown):
+    """An environment's close() is called once, whatever it does, and what it leaves is killed. A
+    worker that crashed leaves nothing, either."""
+    pool = Pool(own(with_server(shutdown)), workers=2)
+    for task in range(5, 30, 5):
+        pool.start(task, task)
+    pool.gather(range(5, 30, 5))
+    started = numbers("servers")
+    worker = pool.procs[0].pid
+    pool.procs[0].kill()
+    for task in range(5, 30, 5):
+        pool.step(task, "north")
+    pool.gather(range(5, 30, 5))
+    lost = [server for pid, server in started if pid == worker]
+    assert lost and all_end(lost)
+    pool.close()
+    pool.close()
+    servers = {server for _, server in numbers("servers")}
+    assert all_end(servers)
+    assert sorted(numbers("closed")) == sorted([server] for server in servers - {*lost})
+
+
+def test_environments_of_this_process_are_closed_too(own, capsys):
+    with contextlib.closing(Pool(own(with_server("self.server.kill(); self.server.wait(); 1 / 0")))
+                            ) as pool:
+        for _ in range(2):
+            pool.start(0, 5)
+            pool.gather([0])
+    (_, server), = numbers("servers")
+    assert numbers("closed") == [[server]] and not is_running(server)
+    assert "close() of an environment failed: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_worker_that_does_not_end_is_killed_with_what_it_started(own, monkeypatch):
+    monkeypatch.setattr("runtime.workers.GRACE", 0.5)
+    wait = "import time; open('hung', 'w').close(); time.sleep(600)"
+    hang = own(with_server("pass"), ("self.turn += 1", wait))
+    with contextlib.closing(Pool(hang, workers=1)) as pool:
+        pool.start(0, 5)
+        pool.gather([0])
+        pool.step(0, "north")
+        while not os.path.exists("hung"):
+            time.sleep(0.01)
+    (worker, server), = numbers("servers")
+    assert all_end([worker, server], 2) and not os.path.exists("closed")
+
+
+@pytest.mark.parametrize("how", ["end", "error", signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_of_a_run_remains_and_its_pipe_ends(own, how):
+    """As with `train.py ... | tail`."""
+    wait = "" if how == "end" else "1 / 0; " if how == "error" else "time.sleep(0.2); "
+    name = own(with_server("pass"), ("self.turn += 1", f"import time; {wait}self.turn += 1"))
+    program = f"""
+import sys, contextlib, signal; sys.path.insert(0, {str(HERE)!r})
+import envs
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # as runtime/cli.py does
+with contextlib.closing(envs.Pool({name!r}, workers=2)) as pool:
+    for turn in range({2 if how == "end" else 999}):
+        for task in 5, 10:
+            pool.start(task, task)
+        pool.gather([5, 10])
+        print("started", flush=True)
+        for task in 5, 10:
+            pool.step(task, "north")
+        pool.gather([5, 10])
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "started\n"
+        if isinstance(how, signal.Signals):
+            run.send_signal(how)
+        begin = time.time()
+        run.stdout.read()  # until nobody can write any more
+        assert time.time() - begin < 20
+    assert run.returncode == {"end": 0, "error": 1, signal.SIGKILL: -9}.get(how, -2)
+    pids = {pid for pair in numbers("servers") for pid in pair}
+    assert len(pids) >= 4 and all_end(pids)
+    assert {pid for pid, in numbers("closed")} == {server for _, server in numbers("servers")}

@@ -83,7 +83,7 @@ class Ranks:
         torch.set_num_threads(1)
         names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in names.items()})
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
         work(*args)
 
     def running(self):
@@ -452,7 +452,7 @@ def run_main(module, monkeypatch, *argv):
 
 
 def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def check_run(folder, iterations=2):
@@ -462,8 +462,9 @@ def check_run(folder, iterations=2):
     assert all(math.isfinite(line[key]) for line in lines for key in (
         "success", "tokens_encoded", "loss_policy", "loss_v", "kl", "v_explained_variance",
         "grad_norm", "time_env", "time_rollout", "time_old_logprobs", "time_ref", "time_update"))
-    assert 0 <= json.loads((folder / "eval.json").read_text())["success_before"] <= 1
-    page = (folder / "transcripts" / "0001.html").read_text()
+    result = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+    assert 0 <= result["success_before"] <= 1
+    page = (folder / "transcripts" / "0001.html").read_text(encoding="utf-8")
     assert page.count("<section>") >= 1 and "V before the response" in page
     assert (folder / "curves.png").stat().st_size > 5000
     assert [p.name for p in folder.glob("checkpoint*")] == [f"checkpoint-{iterations}"]
@@ -474,7 +475,7 @@ SMALL = ["--batch_size", "4", "--iterations", "4", "--horizon", "4", "--eval_gam
          "--mini_batch", "8", "--save_every", "1"]
 
 
-LAKE = (HERE / "environments/frozen_lake.py").read_text()
+LAKE = (HERE / "environments/frozen_lake.py").read_text(encoding="utf-8")
 # A frozen lake for tests: it ends its episodes by itself, and its info has every key.
 MY_ENV = LAKE[:LAKE.index("        info = {")] + '''\
         self.turn = 0
@@ -500,16 +501,17 @@ def a_run(folder, success, seconds, env="house", curve=None, values=0.1, **confi
     """The files of a finished run as train.py leaves them. curve: its success while learning."""
     folder.mkdir(parents=True)
     base = {"model": "tiny", "env": env, "algo": "sapo", "gamma": 0.95, "seed": 0}
-    (folder / "config.json").write_text(json.dumps(base | config))
+    (folder / "config.json").write_text(json.dumps(base | config), encoding="utf-8")
     line = {"time_total": seconds, "tokens_encoded": 10 ** 6, "tokens_sampled": 0, "episodes": 160}
     line |= dict.fromkeys(report.PANELS, values)
     (folder / "metrics.jsonl").write_text("".join(
-        json.dumps(line | {"success": x}) + "\n" for x in curve or [success] * 2))
+        json.dumps(line | {"success": x}) + "\n" for x in curve or [success] * 2),
+        encoding="utf-8")
     result = {"success": success, "success_before": 0.25, "score": success, "score_before": 0.5,
               "success_at_1": success / 2,
               "success_by_category": {"Pick": success},
               "success_before_by_category": {"Pick": 0.2}}
-    (folder / "eval.json").write_text(json.dumps(result))
+    (folder / "eval.json").write_text(json.dumps(result), encoding="utf-8")
     return str(folder)
 
 
@@ -543,14 +545,15 @@ def small_game(tmp_path, monkeypatch):
     # With the variable unset or empty, the package would make a folder of its own.
     monkeypatch.setenv("ALFWORLD_DATA", os.environ.get("ALFWORLD_DATA") or str(tmp_path))
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
-    with open(ALFRED_PDDL_PATH) as domain, open(ALFRED_TWL2_PATH) as grammar:
+    with (open(ALFRED_PDDL_PATH, encoding="utf-8") as domain,
+          open(ALFRED_TWL2_PATH, encoding="utf-8") as grammar):
         game = {"pddl_domain": domain.read(), "pddl_problem": PROBLEM, "solvable": True,
                 "grammar": grammar.read().replace("UNKNOWN GOAL", "put a mug in desk"),
                 "walkthrough": ["go to bed 1", "take mug 1 from bed 1", "go to desk 1",
                                 "move mug 1 to desk 1"]}
     folder = tmp_path / "json_2.1.1" / TRIAL
     folder.mkdir(parents=True)
-    (folder / "game.tw-pddl").write_text(json.dumps(game))
+    (folder / "game.tw-pddl").write_text(json.dumps(game), encoding="utf-8")
     return str(tmp_path)
 
 
@@ -629,9 +632,9 @@ def write_catalogue(folder, products=(DRESS, SHIRT, *GADGETS), about=None):
         {"instruction": "a shirt.", "instruction_attributes": [], "instruction_options": []},
         {"instruction": "i want a shirt..", "instruction_attributes": ["one bullet"],
          "instruction_options": []}]}
-    (folder / "items_shuffle.json").write_text(json.dumps(products, indent=1))
-    (folder / "items_ins_v2.json").write_text(json.dumps(about))
-    (folder / "items_human_ins.json").write_text(json.dumps(human))
+    (folder / "items_shuffle.json").write_text(json.dumps(products, indent=1), encoding="utf-8")
+    (folder / "items_ins_v2.json").write_text(json.dumps(about), encoding="utf-8")
+    (folder / "items_human_ins.json").write_text(json.dumps(human), encoding="utf-8")
     return str(folder)
 
 

@@ -16,6 +16,8 @@ import numbers
 import os
 import pkgutil
 import queue
+import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -136,7 +138,7 @@ def as_info(info, env, task, category, won):
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
         raise ValueError(f"score is {score}, not a number from 0 to 1")
     return {"admissible": commands, "task": as_text(info.get("task", task), "task"),
-            "category": category, "won": won, "score": score}
+            "category": as_action(category), "won": won, "score": score}
 
 
 def parts_of(answer, method, names):
@@ -169,10 +171,14 @@ class EnvWorker:
         self.ready = {}  # loaded but not started: (environment, obs, info)
         self.playing = {}  # games that are being played
         self.spare = []  # environments that can be used again
+        self.made = []  # all environments
 
     def load(self, number, task):
         if number not in self.loaded:
-            env = self.spare.pop() if self.spare else self.make_env()
+            if not self.spare:
+                self.spare.append(self.make_env())
+                self.made.append(self.spare[-1])
+            env = self.spare.pop()
             self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
             self.loaded.add(number)
 
@@ -206,6 +212,18 @@ class EnvWorker:
         if number in self.playing:
             self.spare.append(self.playing.pop(number).env)
 
+    def close(self):
+        """Ends all environments, by the method close() of those that have it."""
+        for env in self.made:
+            if error := self.execute(None, [("close_env", env)]):
+                print(f"close() of an environment failed: {error}", file=sys.stderr, flush=True)
+        for kept in self.ready, self.playing, self.spare, self.made:
+            kept.clear()
+
+    def close_env(self, number, env):
+        if callable(getattr(env, "close", None)):
+            env.close()
+
     def execute(self, number, requests):
         """The answer to the last of the requests, or a GameError, because not every exception can
         be pickled."""
@@ -213,13 +231,35 @@ class EnvWorker:
             for op, argument in requests:
                 answer = getattr(self, op)(number, argument)
             return answer
-        except (Exception, SystemExit) as error:
-            *_, last = traceback.extract_tb(error.__traceback__)
-            return GameError(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return GameError(in_words(error))
+
+
+def in_words(error):
+    """The exception that is being handled: its type, its text, and where it was raised."""
+    *_, (frame, line) = traceback.walk_tb(sys.exc_info()[2])
+    try:
+        text = str(error)
+    except BaseException:
+        text = "(it cannot be printed)"
+    return f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})"
+
+
+GRACE = 5.0  # seconds that environments get to end what they do, and for their close()
+
+
+def kill_group(pid):
+    """Kills a worker and all processes that its environments started, and have not put into a
+    session of their own."""
+    with contextlib.suppress(OSError):  # all have ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 def worker_main(fd):
-    """A worker process: answers requests until its parent closes the pipe."""
+    """A worker process: answers requests until its parent closes the pipe, or dies."""
+    os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
     conn, messages = Connection(fd), queue.PriorityQueue()
     worker = EnvWorker(*conn.recv())
 
@@ -229,15 +269,22 @@ def worker_main(fd):
                 number, requests, wants_answer = conn.recv()
                 messages.put((requests[0][0] == "load", n, number, requests, wants_answer))
         finally:
-            os._exit(0)
+            messages.put((False, -1, None, None, False))  # comes next
+            time.sleep(GRACE)
+            kill_group(os.getpid())
 
     # a thread always reads what the parent sends: with both pipes full, both sides would hang
     threading.Thread(target=read, daemon=True).start()
-    while True:
-        *_, number, requests, wants_answer = messages.get()  # loads come last
-        answer = worker.execute(number, requests)
-        if wants_answer:
-            conn.send((number, answer))
+    with contextlib.suppress(OSError):  # while it sends, the parent may end
+        while True:
+            *_, number, requests, wants_answer = messages.get()  # loads come last
+            if not requests:
+                break
+            answer = worker.execute(number, requests)
+            if wants_answer:
+                conn.send((number, answer))
+    worker.close()
+    kill_group(os.getpid())
 
 
 # ------------------------------------------------------------------------------------- the pool
@@ -277,6 +324,11 @@ class OpenGame:
     order: int = 0  # of the last request, among those of all games
     number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
+    @property
+    def when(self):
+        """In which turn its last request is; the first one is to start."""
+        return f" in turn {len(self.requests) - 1}" if len(self.requests) > 1 else ""
+
 
 class WorkerPool:
     """Plays games of an environment side by side in `workers` processes, or with 0 in this one.
@@ -293,6 +345,7 @@ class WorkerPool:
     games are replayed; the caller does not notice. A GameError names a game that fails, or the
     games that waited when a worker was lost for the fourth time in a row."""
 
+    remedy = ""  # what a GameError says behind the failure, with {} for the game
     warn_after = 60  # seconds without an answer after which the games are named
 
     def __init__(self, make, name, env, options=None, workers=0):
@@ -341,9 +394,8 @@ class WorkerPool:
                 self.receive(game.worker)
         for key, game in zip(keys, games):
             if isinstance(game.answer, GameError):
-                turn = len(game.requests) - 1  # the first request was to start
-                when = f" in turn {turn}" if turn else ""
-                raise GameError(f"{self.name}: game {game.task} failed{when}: {game.answer}")
+                raise GameError(f"{self.name}: game {game.task} failed{game.when}: {game.answer}"
+                                f"{self.remedy_for(game)}")
             if any(game.answer[2:4]):  # terminated or truncated
                 del self.games[key]
         return [game.answer for game in games]
@@ -353,19 +405,33 @@ class WorkerPool:
         try:
             answer = parts_of(self.env.parse_action(text), "parse_action()", "action, valid")
             return as_action(answer[0]), as_bool(answer[1], "valid")
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise GameError(f"{self.name}: parse_action must return (action, valid) for every "
-                            f"response, and for {text!r:.200} it fails: {type(error).__name__}: "
-                            f"{error}") from None
+                            f"response, and for {text!r:.200} it fails: {in_words(error)}"
+                            ) from None
 
     def drop(self, key):
         game = self.games.pop(key)
         self.send(game, [("drop", None)])
 
     def close(self):
-        for proc in self.procs:
-            proc.kill()
-            proc.wait()
+        """Ends the environments, the workers, and the processes that they started."""
+        if self.local:
+            self.local.close()
+        for conn in self.conns:
+            conn.close()
+        deadline = time.time() + GRACE
+        while self.procs:
+            self.end(self.procs.pop(), deadline - time.time())
+
+    def end(self, proc, seconds=0):
+        """Waits so long for a worker to end, then kills it and what it leaves."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            proc.wait(max(0, seconds))
+        kill_group(proc.pid)
+        proc.wait()
 
     # ---- messages
     def ask(self, game, op, argument):
@@ -411,6 +477,7 @@ class WorkerPool:
         self.conns[w], child_end = Pipe()
         fd = child_end.fileno()
         path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *sys.path]
+        path = [str(os.fsdecode(x)) for x in path if isinstance(x, (str, bytes, os.PathLike))]
         code = (f"import sys; sys.path[:] = {path!r}; "  # the environment may be anywhere
                 f"from runtime.workers import worker_main; worker_main({fd})")
         command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
@@ -424,6 +491,9 @@ class WorkerPool:
         return sorted((game for game in self.games.values() if game.worker == w),
                       key=lambda game: game.order)
 
+    def remedy_for(self, game):
+        return self.remedy.format(shlex.quote(str(game.task)))
+
     def unanswered(self, w):
         """The first few games that wait for a worker, which is at work on the first of them."""
         return [game.task for game in self.games_of(w) if game.answer is None][:4]
@@ -432,10 +502,12 @@ class WorkerPool:
         """Starts another worker in the place of a lost one and replays its games."""
         self.losses[w] += 1
         if self.losses[w] > 3:
-            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row. These "
-                            f"games waited: {self.unanswered(w)}")
-        self.procs[w].kill()
-        self.procs[w].wait()
+            game = next(game for game in self.games_of(w) if game.answer is None)
+            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row, at game "
+                            f"{game.task}{game.when}. These games waited: {self.unanswered(w)}"
+                            f"{self.remedy_for(game)}")
+        self.end(self.procs[w])
+        self.conns[w].close()
         self.spawn(w)
         for game in self.games_of(w):
             self.send(game, game.requests, wants_answer=game.answer is None)

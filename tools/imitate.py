@@ -657,6 +657,7 @@ def parse(argv=None):
     given = vars(parser_for(train.Config, "").parse_args(rest))
     given = {"env": "house", "model": "random"} | given
     given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
+    given["out"] = os.path.expanduser(given["out"])
     random_model = given["model"] == "random"
     env = envs.env_class(given["env"])
     small = (SMALL_SETTINGS | env.recommended if random_model else

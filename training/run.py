@@ -47,12 +47,17 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         task_ids = envs.tasks(pool.env, "train", **pool.options)
         held_out = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
+        evaluation.check_left_out(config.leave_out, [*task_ids, *held_out])
+        first_task, *_ = evaluation.without(task_ids, config.leave_out)
         if shared := {*task_ids} & {*held_out}:
             raise ValueError(f"--env {pool.name}: {len(shared)} tasks, such as "
                              f"{min(shared, key=str)}, are both trained on and held out")
+        pool.remedy = ". --leave_out {}" + " --resume" * bool(folder) + " goes on without it"
         checkpoint = folder and folder.newest_checkpoint()
+        if checkpoint:
+            check_length(config, folder.settings(), iterations_of(checkpoint))
         wandb = init_wandb(config, folder) if config.wandb and rank() == 0 else None
-        lm = lm or load_initial_model(config, pool, task_ids[0])
+        lm = lm or load_initial_model(config, pool, first_task)
         # a template that prints today's date gets the day on which the run began
         began = read_json(folder / "config.json").get("date") if folder else None
         date = broadcast_object(began or datetime.date.today().isoformat())
@@ -119,16 +124,29 @@ def agreed(config: Config | None, lm, pool, learner) -> tuple:
     return config, lm
 
 
+def check_length(config: Config, stored: dict, done: int) -> None:
+    """Says so if the learning rate jumps, because a run is resumed with another number of
+    iterations than is `stored`. ValueError: more iterations are done."""
+    if done > config.iterations:
+        raise ValueError(f"--iterations {config.iterations}: the run in {config.out} has done "
+                         f"{done} already")
+    if stored["iterations"] != config.iterations and config.lr_final_fraction != 1:
+        print0(f"--iterations was {stored['iterations']} and is {config.iterations} now, so the "
+               "learning rate, which decays over all of them, jumps")
+
+
 def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
     """This rank's share of an iteration's tasks. Over all ranks, each task comes --group_size times
     in a row; after the last iteration there are none. All tasks occur once per epoch, in an order
-    that is drawn anew each time."""
-    n = len(task_ids)
+    that is drawn anew each time; without those of --leave_out, the others keep this order."""
+    left_out = {*map(str, c.leave_out or ())}
+    kept = np.array([str(task) not in left_out for task in task_ids])
+    n = int(kept.sum())
     count = c.batch_size // c.group_size if iteration < c.iterations else 0
     ids = []
     for i in range(iteration * count, (iteration + 1) * count):
-        order = np.random.default_rng([c.seed, i // n, TASKS]).permutation(n)
-        ids += [task_ids[order[i % n]]] * c.group_size
+        order = np.random.default_rng([c.seed, i // n, TASKS]).permutation(len(task_ids))
+        ids += [task_ids[order[kept[order]][i % n]]] * c.group_size
     return ids[rank()::world_size()]
 
 
@@ -309,7 +327,7 @@ class Run:
             self.wandb.log(metrics, step=iteration)
         if not self.folder:
             return
-        with open(self.folder / "metrics.jsonl", "a") as file:
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
         if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
             self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
@@ -387,6 +405,10 @@ class Run:
                 self.iterations_without_success == 3 and not metrics["return_max"],
                 "no success in three iterations, so there is nothing to learn from. Look into "
                 "transcripts/; tools/imitate.py, a larger --model or a longer --horizon may help"),
+            "reward": (
+                metrics["success"] > 0 and not metrics["return_max"],
+                "episodes are won, and every reward is 0: nothing can be learned from reward 0. "
+                "The environment's step must return one"),
             "max_new_tokens": (
                 metrics["response_truncated"] > 0.2,
                 f"--max_new_tokens {c.max_new_tokens} truncates more than a fifth of the "

@@ -11,6 +11,7 @@ What reads a Config fills nothing in.
 import dataclasses
 import json
 import numbers
+import os
 import pkgutil
 import sys
 from typing import Literal, get_args
@@ -22,7 +23,7 @@ from hf.loading import sapo_json_of
 from runtime.checkpoint import RunDir, default_run_name
 from runtime.cli import parser_for
 from runtime.distributed import print0
-from runtime.workers import as_python
+from runtime.workers import as_python, as_text
 
 # The methods that have a short name; any other is MODULE:CLASS, as for environments.
 ALGOS = {"sapo": "train:Learner", "ppo-turns": "baselines.learners:PPOTurns",
@@ -92,6 +93,8 @@ class Config:
     optim_state_dtype: Literal["float32", "bfloat16"] = "float32"  # of AdamW's moments, and of a
         # bfloat16 model's gradients; bfloat16 takes 6 bytes less per parameter (2 for each of them)
 
+    leave_out: list = None  # ids of tasks that are not played, because their games fail; they are
+        # added to those that a resumed run has left out. Without ids: none is left out any more
     eval_games: int = None  # number of held-out games; default the environment's
     eval_every: int = 0  # iterations between evaluations while training (0: none); the model with
         # the best one is kept as RUN/best
@@ -118,12 +121,12 @@ RANGES = (  # (smallest, largest, settings)
 # another length, a learning rate that decays (--lr_final_fraction) jumps.
 RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
                   "max_prompt", "tokens_per_micro_batch", "gradient_checkpointing", "compile",
-                  "optim_state_dtype"}
+                  "optim_state_dtype", "leave_out"}
 
 
 def check_types(config) -> None:
-    """ValueError: a setting that is not None is no number where it must be one, or none of its
-    choices."""
+    """ValueError: a setting that is not None is of the wrong type, none of its choices, or a folder
+    whose name cannot be written."""
     for f in dataclasses.fields(config):
         value, choices = getattr(config, f.name), get_args(f.type)
         if value is None:
@@ -134,6 +137,11 @@ def check_types(config) -> None:
             raise ValueError(f"{f.name} is {value!r}; it must be a whole number")
         if f.type is float and not isinstance(value, numbers.Real):
             raise ValueError(f"{f.name} is {value!r}; it must be a number")
+        if f.type is list and not (isinstance(value, (list, tuple))
+                                   and all(isinstance(task, (str, int)) for task in value)):
+            raise ValueError(f"{f.name} is {value!r}; it must be a list of task ids")
+        if f.name == "out" and str(value) != as_text(str(value), "out"):
+            raise ValueError(f"--out {value!r}: the folder's name must be UTF-8")
 
 
 def check_ranges(settings, ranges) -> None:
@@ -149,6 +157,7 @@ def check_ranges(settings, ranges) -> None:
 
 # Settings that only some environments have, those that name them in their `flags`.
 OPTIONS = "data", "places", "objects"
+PATHS = "data", "model", "out"
 # Settings that decide what the others are by default.
 CHOICE = "env", "model", "algo", "context", "resume", "out"
 
@@ -170,6 +179,7 @@ def settings(lm=None, pool=None, **given) -> Config:
     ValueError: a value cannot be used; it is not that of the run that is resumed (those in
     RESUME_MUTABLE may be others); or it contradicts the model or the pool."""
     given = {name: as_python(value) for name, value in given.items() if value is not None}
+    given = expanded(given)
     if "env" in given:
         given["env"] = short_name(given["env"])
     if pool:
@@ -201,6 +211,11 @@ def settings(lm=None, pool=None, **given) -> Config:
     config = Config(**(surroundings | advice | given))
     check_fit(config)
     return config
+
+
+def expanded(given: dict) -> dict:
+    """`given`, with the home folder in place of ~ at the beginning of a path."""
+    return given | {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
 
 
 def short_name(env):
@@ -250,6 +265,9 @@ def resumed(given: dict) -> Config:
                  if name not in RESUME_MUTABLE and value != stored.get(name)]:
         was = "; ".join(f"--{name} was {stored.get(name)}" for name in other)
         raise ValueError(f"--resume: {given['out']} was started with different settings ({was})")
+    if given.get("leave_out"):
+        before = stored.get("leave_out") or ()
+        given = given | {"leave_out": [*dict.fromkeys([*before, *given["leave_out"]])]}
     return Config(**(stored | given))
 
 
@@ -278,14 +296,14 @@ def as_json(config: dict) -> dict:
 def parse(argv: list[str] = ()) -> Config:
     """Flags -> Config. Without --out, the run's folder is named after the flags that differ from
     their defaults. ValueError: they cannot be used."""
-    given = vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv))
+    given = expanded(vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv)))
     if "out" not in given:
         choice = {name: given[name] for name in CHOICE if name in given and name != "resume"}
         usual = settings(**choice)
         defaults = vars(usual) | {"context": envs.env_class(usual.env).context}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
     # alone, --resume needs a run; with other flags, it starts the run if there is none yet
-    if "resume" in given and given.keys() <= {"resume", "out"}:
+    if "resume" in given and given.keys() <= {"resume", "out", "leave_out"}:
         RunDir(given["out"]).settings()
     config = settings(**given)
     for name in learner_class(config.algo).unused:

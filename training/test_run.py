@@ -113,7 +113,10 @@ def test_every_task_occurs_once_per_epoch_and_group_size_times(tmp_path):
     config, ids = small_config(tmp_path, "--algo", "rloo", "--group_size", 2), list("abcdefg")
     config = dataclasses.replace(config, batch_size=6, iterations=14)
     drawn = [game for n in range(15) for game in draw_tasks(ids, config, n)]
+    left_out = dataclasses.replace(config, leave_out=["c"])
+    others = [game for n in range(4) for game in draw_tasks(ids, left_out, n)][::2]
     once = drawn[::2]
+    assert others[:12] == [game for game in once[:14] if game != "c"]
     assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
     assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))
 
@@ -340,6 +343,8 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     assert json.loads((run / "config.json").read_text())["lr"] == 1e-4
     with pytest.raises(SystemExit, match="there is no run in"):
         run_main(train, monkeypatch, "--resume", "--out", tmp_path / "nwe")
+    with pytest.raises(SystemExit, match="there is no run in"):
+        run_main(train, monkeypatch, "--resume", "--out", tmp_path / "nwe", "--leave_out", "x")
     # with its settings, --resume starts a run that does not exist: a job can always pass it
     run_main(train, monkeypatch, *SMALL, "--iterations", 1, "--out", tmp_path / "new", "--resume")
     assert (tmp_path / "new" / "final").is_dir()
@@ -481,3 +486,110 @@ def test_error_of_an_environment_loses_no_finished_iteration(tmp_path, monkeypat
     done = {"rollout": 2, "evaluation": 3}[where]  # the third iteration was finished
     assert [*checkpoints(tmp_path / "run")] == [done]
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == done
+
+
+def test_run_is_resumed_with_another_number_of_iterations(tmp_path, monkeypatch, capsys):
+    flags = [*SMALL, "--eval_games", 0, "--lr_final_fraction", 0.5, "--out", tmp_path / "run"]
+    run_main(train, monkeypatch, *flags, "--iterations", 2)
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("[!.]*")
+             if path.is_file()}
+    with pytest.raises(SystemExit, match="--iterations 1: the run in .*run has done 2 already"):
+        run_main(train, monkeypatch, *flags, "--iterations", 1, "--resume")
+    assert files == {path: path.read_bytes() for path in files}
+    capsys.readouterr()
+    for iterations, jumps in ((2, 0), (3, 1), (3, 0)):
+        run_main(train, monkeypatch, *flags, "--iterations", iterations, "--resume")
+        assert capsys.readouterr().out.count("learning rate, which decays over all of") == jumps
+
+
+def test_won_episodes_without_any_reward_are_warned_of(tmp_path, capsys):
+    class Unpaid(House):
+        def step(self, action):
+            obs, _, terminated, truncated, info = super().step(action)
+            return obs, 0.0, terminated, truncated, info | {"won": True}
+
+    train.train(train.settings(env=Unpaid, iterations=3, batch_size=2, horizon=3, eval_games=0))
+    out = capsys.readouterr().out
+    assert out.count("every reward is 0: nothing can be learned") == 1 == out.count("Warning")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), 1e39, None])
+def test_reward_of_a_turn_that_is_not_finite_is_named(reward):
+    lm = random_tiny()
+    config = train.settings(lm, batch_size=2, horizon=3, max_new_tokens=4)
+    pool, sampler = Pool(House, {"horizon": 3}), evaluation.sampler_for(lm, config)
+    turns = train.rollout(sampler, tasks("house", "train")[:2], pool)
+    turns[4] = dataclasses.replace(turns[4], reward=reward)
+    with pytest.raises(ValueError, match="reward of turn 1 of trajectory 1 is .*not a finite"):
+        train.Learner(lm, config).learn(turns, 0)
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """Games that fail if there is a file of their name -> (flags of a run, its folder, a game of
+    its third iteration, one of its evaluations)."""
+    def make(where, failure):
+        name = f"{tmp_path.name}:FrozenLake"
+        text = MY_ENV.replace("    def tasks", "    patience = 1\n\n    def tasks")
+        text = text.replace("        rng =", "        self.game = str(task)\n        rng =")
+        assert text.count(where) == 1
+        text = text.replace(where, f"{where}\n        if os.path.exists(self.game):"
+                                   f"\n            {failure}")
+        (tmp_path / f"{tmp_path.name}.py").write_text("import os, time\n" + text)
+        flags = ["--env", name, "--batch_size", 2, "--iterations", 3, "--horizon", 3,
+                 "--eval_games", 4, "--save_every", 99, "--max_new_tokens", 6, "--out", "run"]
+        config = train.parse([*map(str, flags)])
+        game = draw_tasks(tasks(name, "train"), config, 2)[0]
+        return flags, tmp_path / "run", game, evaluation.evenly_spaced(tasks(name, "test"), 4)[2]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(envs, "default_workers", lambda name: 1)
+    return make
+
+
+@pytest.mark.parametrize("where, failure, says", [
+    ("self.turn += 1", "raise GeneratorExit", " failed in turn 1: GeneratorExit: "),
+    ("self.turn += 1", "os._exit(1)", "status 1, .* at game {} in turn 1. These games waited"),
+    ("self.turn += 1", "time.sleep(1e6)", "no answer for 1 seconds, .* at game {} in turn 1. "),
+    ("self.turn = 0", "raise SystemExit(2)", "game {} failed: SystemExit: 2")])
+def test_game_that_always_fails_is_named_and_can_be_left_out(monkeypatch, broken, where, failure,
+                                                             says):
+    """It loses no finished iteration, and the run goes on by what the message says."""
+    flags, run, game, _ = broken(where, failure)
+    open(str(game), "w").close()
+    with pytest.raises(SystemExit, match=says.format(game)) as stop:
+        run_main(train, monkeypatch, *flags)
+    assert f". --leave_out {game} --resume goes on without it" in str(stop.value)
+    assert [*checkpoints(run)] == [2] == [len(read_lines(run / "metrics.jsonl"))]
+    kept = (run / "metrics.jsonl").read_text()
+    run_main(train, monkeypatch, "--leave_out", game, "--resume", "--out", run)
+    assert (run / "metrics.jsonl").read_text().startswith(kept)
+    assert len(read_lines(run / "metrics.jsonl")) == 3 and (run / "final").is_dir()
+
+
+def test_games_left_out_are_those_of_the_run_and_of_its_evaluations(monkeypatch, broken):
+    flags, run, game, held_out = broken("self.turn += 1", "1 / 0")
+    with pytest.raises(SystemExit, match="--leave_out x: there is no such task"):
+        run_main(train, monkeypatch, *flags, "--leave_out", game, "x")
+    open(str(game), "w").close()
+    open(str(held_out), "w").close()
+    with pytest.raises(SystemExit, match=f". --leave_out {held_out} --resume goes on"):
+        run_main(train, monkeypatch, *flags)
+    with pytest.raises(SystemExit, match=f". --leave_out {game} --resume goes on"):
+        run_main(train, monkeypatch, *flags, "--leave_out", held_out, "--resume")
+    for _ in range(2):  # a job can always pass it
+        run_main(train, monkeypatch, "--leave_out", game, "--resume", "--out", run)
+        stored = json.loads((run / "config.json").read_text())
+        assert stored["leave_out"] == [str(held_out), str(game)]
+    played = [line["task"] for line in read_lines(run / "eval.jsonl") if line["when"] == "after"]
+    assert len(played) == 3 and held_out not in played
+    # eval.py leaves out what the run has left out, and what it is told to
+    evaluate = ["--model", run, "--limit", 4]
+    for more, left in (([], played), (["--leave_out", played[0]], played[1:])):
+        run_main(evaluation, monkeypatch, *evaluate, *more)
+        assert [line["task"] for line in read_lines(run / "eval-test.jsonl")] == left
+    for ids, says in ((["x"], "--leave_out x: there is no such task"),
+                      (played, "--leave_out leaves no task to play"),
+                      ([], f". --leave_out {held_out} plays the others")):
+        with pytest.raises(SystemExit, match=says):
+            run_main(evaluation, monkeypatch, *evaluate, "--leave_out", *ids)

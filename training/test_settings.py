@@ -1,6 +1,7 @@
 """Tests of training/settings.py."""
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -37,7 +38,7 @@ def test_settings_are_the_papers_then_those_recommended_then_those_given(tmp_pat
         "window", False, 10, 1)
     # what is None in a complete config means what it says: no folder, no limit, the free tokens
     assert {name for name, value in vars(complete).items() if value is None} == {
-        "data", "out", "max_num_seqs", "value_tokens", "wandb"}
+        "data", "out", "max_num_seqs", "value_tokens", "wandb", "leave_out"}
     for name, value in (("context", "ful"), ("engine", "KV"), ("dtype", "fp16")):
         with pytest.raises(ValueError, match=f"{name} is '{value}'; it can be "):
             train.Config(**{name: value})
@@ -148,3 +149,32 @@ def test_estimator_of_a_user_trains_from_outside_the_repository(tmp_path, monkey
     assert "--gae_lambda has no effect with --algo by_return:ByReturn" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/config.json").read_text())["algo"] == "by_return:ByReturn"
     assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 1
+
+
+def test_home_folder_stands_for_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(TINY_HOUSE, tmp_path / "start")
+    there = {name: str(tmp_path / folder) for name, folder in
+             (("model", "start"), ("data", "shop"), ("out", "run"))}
+    here = {"model": "~/start", "data": "~/shop", "out": pathlib.Path("~/run")}
+    config = train.settings(env="webshop", **here)
+    assert {name: getattr(config, name) for name in there} == there
+    assert config.max_new_tokens == 16  # that of the model's folder
+    assert train.parse(["--out=~/run"]).out == there["out"]
+    with pytest.raises(ValueError, match=f"there is no run in {tmp_path}/run"):
+        train.parse(["--resume", "--out=~/run"])
+    args = evaluation.make_parser("").parse_args("--model ~/start --out=~/x --data ~/y".split())
+    assert (args.model, args.out, args.data) == (there["model"], f"{tmp_path}/x", f"{tmp_path}/y")
+    with pytest.raises(SystemExit, match="none of these folders can be used"):
+        run_main(evaluation, monkeypatch, "--table", "~/start")
+
+
+def test_folder_whose_name_is_not_utf8_is_refused(monkeypatch):
+    with pytest.raises(SystemExit, match=r"--out 'runs/caf.udce9': .* must be UTF-8"):
+        run_main(train, monkeypatch, "--out", os.fsdecode(b"runs/caf\xe9"))
+
+
+@pytest.mark.parametrize("value", [5, "5", [0.5], {"5"}])
+def test_tasks_to_leave_out_are_a_list(value):
+    with pytest.raises(ValueError, match="leave_out is .*; it must be a list of task ids"):
+        train.Config(leave_out=value)
