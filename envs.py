@@ -615,14 +615,19 @@ def name_of(name: str | type[Env]) -> str:
 def make_env(name: str | type[Env], horizon=None, **options) -> Env:
     """Makes an environment with options for its `flags`. ValueError: it does not take them."""
     env = env_class(name)
+    check_options(env, options)
+    made = env(**options)
+    made.horizon = horizon or made.horizon
+    return made
+
+
+def check_options(env: type[Env], options: dict) -> None:
+    """ValueError: the constructor of the environment does not take these options."""
     try:
         inspect.signature(env).bind(**options)
     except TypeError as error:
         raise ValueError(f"--env {env.__name__}: its constructor must take what its `flags` name "
                          f"({', '.join(env.flags) or 'none'}), and no more: {error}") from None
-    made = env(**options)
-    made.horizon = horizon or made.horizon
-    return made
 
 
 def context_for(name: str | type[Env], context=None) -> str:
@@ -673,7 +678,9 @@ def Pool(name: str | type[Env], options=None, workers=0) -> WorkerPool:
     """Makes the pool that plays games of an environment in `workers` processes or, with 0, in this
     one, with options for its `flags`. It is a function that looks like a class, because all that
     it makes is a WorkerPool (runtime/workers.py), which finds no environments by name itself."""
-    return WorkerPool("envs:make_env", name, env_class(name), options, workers)
+    env = env_class(name)
+    check_options(env, {k: x for k, x in (options or {}).items() if k != "horizon"})
+    return WorkerPool("envs:make_env", name, env, options, workers)
 
 
 # ----------------------------------------------------------------------------- playing by hand

@@ -313,8 +313,10 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     else:
         # SAPO: new ones are 0, so V = Q = 0 at first. (The paper does not say.)
         value_rows = rows_of(head, value_ids, trained=value_ids == trained_ids)
-    tau_v = tau_v or stored.get("tau_v", 1.0)
-    r_max = r_max or stored.get("r_max", 10.0)
+    tau_v = stored.get("tau_v", 1.0) if tau_v is None else tau_v
+    r_max = stored.get("r_max", 10.0) if r_max is None else r_max
+    if not (tau_v > 0 and r_max > 0):
+        raise ValueError(f"tau_v is {tau_v} and r_max {r_max}; both must be above 0")
     # for the next time it is wrapped; as a tuple, so that it is no part of the module
     model.sapo_value_rows = value_ids, value_rows, {"tau_v": tau_v, "r_max": r_max}
     if chat:

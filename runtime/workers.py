@@ -349,6 +349,8 @@ class WorkerPool:
     warn_after = 60  # seconds without an answer after which the games are named
 
     def __init__(self, make, name, env, options=None, workers=0):
+        if workers < 0:
+            raise ValueError(f"workers is {workers}; it must be 0 or more")
         self.make = make
         self.env = env
         self.options = options or {}

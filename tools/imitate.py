@@ -55,7 +55,7 @@ from runtime.distributed import init_distributed, mean_or_zero, print0, stop, wo
 from runtime.optim import AdamW
 from runtime.workers import as_info, as_observation, obs_text
 from training.run import with_speed_and_memory_settings
-from training.settings import FINITE, check_ranges
+from training.settings import FINITE, as_json, check_ranges
 
 # --------------------------------------------------------------- the tiny model and its tokenizer
 
@@ -624,8 +624,8 @@ class Flags:
                          # new in every task
 
     def __post_init__(self):
-        check_ranges(self, ((0, FINITE, "steps copy_steps"), (1, FINITE, "batch"),
-                            (8, FINITE, "width")))
+        check_ranges(self, ((0, FINITE, "steps copy_steps lr text_weight"), (1, FINITE, "batch"),
+                            (0, 1, "forget until until_success"), (8, FINITE, "width")))
         if self.width % 8 or self.copy_steps and self.width < 64:
             raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 64; "
                              f"it is {self.width}")
@@ -710,6 +710,8 @@ def main():
         else:
             lm = load(config.model, tiny=envs.env_class(config.env).tiny_model, dtype=dtype,
                       value_tokens=config.value_tokens, r_max=config.r_max, tau_v=config.tau_v)
+        stored = as_json(vars(config)) | {"date": None}
+        lm.played_with = {name: stored[name] for name in evaluation.SHARED}  # for eval.py
         choose_threads(lm.model)
         lm = with_speed_and_memory_settings(lm, config)
         if flags.copy_steps and config.model == "random" and not flags.resume:

@@ -104,6 +104,10 @@ def agreed(config: Config | None, lm, pool, learner) -> tuple:
     """The config and the model (or None) of a run: a learner's own, or those given. ValueError:
     there is none, or there are two that differ."""
     if learner:
+        method = learner_class(learner.config.algo)
+        if not isinstance(learner, method):
+            raise ValueError(f"the learner is a {type(learner).__name__}, and its settings say "
+                             f"algo {learner.config.algo!r}: make it by settings(algo=...)")
         if config not in (None, learner.config):
             raise ValueError("the learner has settings of its own: train(learner=learner), and "
                              "make the learner with the settings that you want")

@@ -179,6 +179,8 @@ def settings(lm=None, pool=None, **given) -> Config:
     ValueError: a value cannot be used; it is not that of the run that is resumed (those in
     RESUME_MUTABLE may be others); or it contradicts the model or the pool."""
     given = {name: as_python(value) for name, value in given.items() if value is not None}
+    if unknown := given.keys() - {f.name for f in dataclasses.fields(Config)}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: there is no such setting")
     given = expanded(given)
     if "env" in given:
         given["env"] = short_name(given["env"])
@@ -186,6 +188,8 @@ def settings(lm=None, pool=None, **given) -> Config:
         given = with_those_of("pool", given, options_of(pool))
     if lm:
         given = with_those_of("model", given, model_settings(lm))
+        if given.get("value_tokens"):
+            raise ValueError("value_tokens: the model has its own, give them to model.load")
         given.setdefault("model", lm.model.name_or_path or "given")
     if given.get("resume") and given.get("out") and (RunDir(given["out"]) / "config.json").exists():
         return resumed(given)
@@ -322,5 +326,6 @@ def learner_class(algo: str) -> type:
         raise ValueError(f"--algo {algo}: {error}; known: {', '.join(ALGOS)}, or a learner of your "
                          "own as MODULE:CLASS") from error
     if not hasattr(found, "learn"):
-        raise ValueError(f"--algo {algo}: it is no train.Learner; known: {', '.join(ALGOS)}")
+        raise ValueError(f"--algo {algo}: it is no train.Learner; known: {', '.join(ALGOS)}, or a "
+                         "learner of your own as MODULE:CLASS")
     return found
