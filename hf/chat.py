@@ -76,10 +76,12 @@ CONVERSATIONS = [(*before, role) for role in ROLES
                  for before in ((), ("system",), ("user",), ("user", "assistant"))]
 CONVERSATIONS += [(*start, "user", "assistant", "tool", *more, "assistant", "user", "assistant")
                   for start in ((), ("system",)) for more in ((), ("tool",))]
-FUNCTION = {"type": "function", "function": {"name": "-", "description": "-", "parameters": {
-    "type": "object", "properties": {}}}}
+FUNCTION = {"type": "function", "function": {
+    "name": "-", "description": "-", "return": {"type": "string", "description": "-"},
+    "parameters": {"type": "object", "required": ["a"], "properties": {
+        "a": {"type": "string", "description": "-", "enum": ["-"]}, "b": {"type": "integer"}}}}}
 CALL = {"id": "000000000", "type": "function", "function": {"name": "-", "arguments": {}}}
-SHOWN = {}, {"tools": [FUNCTION]}, {"documents": [{"title": "-", "text": "-"}]}
+SHOWN = {}, {"tools": [FUNCTION, FUNCTION]}, {"documents": [{"title": "-", "text": "-"}]}
 
 
 def templates_of(tokenizer) -> dict:

@@ -49,6 +49,8 @@ def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones
     [{"name": "default", "template": "x"}, {"name": "rag", "template": "{{ documents }}<|a|>"}],
     "{% for m in messages %}{{ '<|' + {'tool': 'a'}.get(m.role, '') + '|>' }}{% endfor %}",
     "{% for t in tools %}{{ '<|' ~ 'a|>' }}{% endfor %}",
+    "{% if tools and tools[0].function.parameters.required %}{{ '<|' ~ 'a|>' }}{% endif %}",
+    "{% if tools | length > 1 %}{{ '<|' ~ 'a|>' }}{% endif %}",
     "{% if messages[0].role != 'developer' %}{{ raise_exception('no') }}{% endif %}{{ '<|' ~ 'a|>'"
     " }}",
     "{% for m in messages if m.tool_calls %}{{ '<|' ~ 'a|>' }}{% endfor %}",

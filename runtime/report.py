@@ -272,6 +272,11 @@ def held_out(run):
     return success
 
 
+def plain(text) -> str:
+    """A text that matplotlib shows as it is: between two $ it would read mathematics."""
+    return text.replace("$", r"\$")
+
+
 def draw(groups, path, reach=None) -> None:
     """Draws {label: runs}, one panel per metric: lines are means over seeds with a band of one
     standard error, diamonds are success on held-out games. With `reach`, a success rate, it shows
@@ -305,7 +310,7 @@ def draw(groups, path, reach=None) -> None:
                 mean, error = np.array([Mean.of(row) for row in y]).T
                 ax.plot(x, mean, color=color, linestyle=DASHES[place % 4], marker=MARKERS[place],
                         markersize=5, markevery=(len(x) * place // 40, max(1, len(x) // 5)),
-                        label=f"{label}, n = {len(runs)}")
+                        label=f"{plain(label)}, n = {len(runs)}")
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
             if key == "success" and reach is None:
                 success = [np.mean(values) for values in zip(*map(held_out, runs))]
@@ -315,7 +320,7 @@ def draw(groups, path, reach=None) -> None:
     if reach is not None:
         axes[0].axhline(reach, color="black", lw=0.8, ls=":", label=f"{reach:.0%}")
     title = ", ".join(sorted({*map(setting, configs)}))
-    fig.suptitle(f"{title}{note}; mean over seeds ± one standard error", fontsize=10)
+    fig.suptitle(f"{plain(title)}{note}; mean over seeds ± one standard error", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=5)
     fig.savefig(path, dpi=110)

@@ -114,3 +114,9 @@ def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, mo
     run_main(evaluation, monkeypatch, "--table", *runs[:2], "--reach", 0.5)  # nothing to subtract
     only_table = capsys.readouterr().out
     assert "| episodes to 50% |" in only_table and len(only_table.splitlines()) == 3
+
+
+def test_a_name_with_dollars_is_no_mathematics(tmp_path):
+    run = a_run(tmp_path / "$x_{$-0", 0.5, 1, model="$\\frac$")
+    report.draw(report.group_runs([run]), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").exists()

@@ -314,6 +314,15 @@ def test_workers_start_whatever_is_in_the_path(own, tmp_path, monkeypatch):
             assert pool.gather([0])
 
 
+def test_what_a_game_prints_fails_in_no_locale(own, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    reset = "    def reset(self, task):"
+    name = own((reset, f"{reset}\n        print('d\u00e9j\u00e0')"))
+    with contextlib.closing(Pool(name, workers=1)) as pool:
+        pool.start(0, 5)
+        assert pool.gather([0])
+
+
 # ---- what workers leave
 
 SERVER = ("    def reset(self, task):", """    def __init__(self):

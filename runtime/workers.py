@@ -260,6 +260,9 @@ def kill_group(pid):
 def worker_main(fd):
     """A worker process: answers requests until its parent closes the pipe, or dies."""
     os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
+    for stream in sys.stdout, sys.stderr:  # no game fails because its print lacks a character
+        if hasattr(stream, "reconfigure"):  # it may be closed, or replaced
+            stream.reconfigure(errors="backslashreplace")
     conn, messages = Connection(fd), queue.PriorityQueue()
     worker = EnvWorker(*conn.recv())
 

@@ -133,10 +133,15 @@ def check_types(config) -> None:
             continue
         if choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r}; it can be {', '.join(choices)}")
-        if f.type is int and not isinstance(value, numbers.Integral):
+        is_bool = isinstance(value, bool)  # Python counts it as a number, too
+        if f.type is int and (is_bool or not isinstance(value, numbers.Integral)):
             raise ValueError(f"{f.name} is {value!r}; it must be a whole number")
-        if f.type is float and not isinstance(value, numbers.Real):
+        if f.type is float and (is_bool or not isinstance(value, numbers.Real)):
             raise ValueError(f"{f.name} is {value!r}; it must be a number")
+        if f.type is bool and not is_bool:
+            raise ValueError(f"{f.name} is {value!r}; it must be True or False")
+        if f.type is tuple and not (isinstance(value, (list, tuple)) and len(value) == 2):
+            raise ValueError(f"{f.name} is {value!r}; it must be two names or ids")
         if f.type is list and not (isinstance(value, (list, tuple))
                                    and all(isinstance(task, (str, int)) for task in value)):
             raise ValueError(f"{f.name} is {value!r}; it must be a list of task ids")

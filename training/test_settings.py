@@ -178,3 +178,10 @@ def test_folder_whose_name_is_not_utf8_is_refused(monkeypatch):
 def test_tasks_to_leave_out_are_a_list(value):
     with pytest.raises(ValueError, match="leave_out is .*; it must be a list of task ids"):
         train.Config(leave_out=value)
+
+
+@pytest.mark.parametrize("given", [{"compile": "false"}, {"resume": "yes"}, {"iterations": True},
+                                   {"lr": True}, {"value_tokens": "ab"}, {"value_tokens": ["a"]}])
+def test_settings_of_another_type_are_refused(given):
+    with pytest.raises(ValueError, match=f"{min(given)} is .*; it must be"):
+        train.settings(**given)
