@@ -261,7 +261,9 @@ class ToolEnv(Env):
     def parse_action(cls, text):
         """-> ({"name": ..., "arguments": {...}}, True); or, for a response that is not in the
         format, (what is wrong, False)."""
-        at, thought_is_over, begins, ends = 0, False, [], []  # the latter: of the calls' JSON
+        at = 0
+        thought_is_over = False
+        begins, ends = [], []  # of the JSON of calls
         while tag := TAG.search(text, at):
             at = tag.end()
             if tag[0] == "<think>" and not thought_is_over:
@@ -348,19 +350,19 @@ def depth(value):
 def result_text(result):
     """What a tool returned, as the model reads it. TypeError: it is no answer yet."""
     if isinstance(result, (dict, list, set, frozenset)):
-        return json.dumps(as_json(result), ensure_ascii=False)
+        return json.dumps(json_value(result), ensure_ascii=False)
     return as_answer(result)
 
 
-def as_json(value):
+def json_value(value):
     """A value as JSON can hold it, at any depth: a number of NumPy or torch is a number, a set is
     a sorted list, and what JSON has nothing for is text."""
     if isinstance(value, dict):
-        return {json_scalar(key): as_json(part) for key, part in value.items()}
+        return {json_scalar(key): json_value(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(part) for part in value]
+        return [json_value(part) for part in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(map(as_json, value), key=json.dumps)  # it has no order of its own
+        return sorted(map(json_value, value), key=json.dumps)  # it has no order of its own
     return json_scalar(value)
 
 

@@ -114,7 +114,8 @@ def report(records, when="after", temperature=None) -> dict:
 
 def without(ids, leave_out) -> list:
     """The ids that are not left out, which are compared as texts. ValueError: there are none."""
-    kept = [task for task in ids if str(task) not in {*map(str, leave_out or ())}]
+    left_out = {*map(str, leave_out or ())}
+    kept = [task for task in ids if str(task) not in left_out]
     if not kept:
         raise ValueError("--leave_out leaves no task to play")
     return kept
@@ -155,10 +156,14 @@ def play(sampler, ids, pool, settings, episodes=run_episodes, path=os.devnull) -
 
 # ------------------------------------------------------------- the evaluations of a training run
 
-def play_held_out(lm, pool, config, temperature) -> list:
-    """Plays the --eval_games of a run -> records."""
+def held_out_games(pool, config) -> list:
+    """The ids of the --eval_games of a run."""
     ids = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
-    ids = without(evenly_spaced(ids, config.eval_games), config.leave_out)
+    return without(evenly_spaced(ids, config.eval_games), config.leave_out)
+
+
+def play_held_out(lm, pool, config, ids, temperature) -> list:
+    """Plays held-out games of a run -> records."""
     records = play(sampler_for(lm, config, temperature), ids, pool, config)
     # A Sampler refers to itself: its decode_step is a bound method of it, or has one
     # (hf/compile.py). So only the collector frees its KV cache, and the next sampler would be made
@@ -169,7 +174,8 @@ def play_held_out(lm, pool, config, temperature) -> list:
 
 def held_out_success(lm, pool, config) -> float:
     """Success in the --eval_games of a run at the environment's usual temperature."""
-    return report(play_held_out(lm, pool, config, pool.env.eval_temperatures[0]))["success"]
+    ids, usual = held_out_games(pool, config), pool.env.eval_temperatures[0]
+    return report(play_held_out(lm, pool, config, ids, usual))["success"]
 
 
 def evaluate_config(lm, pool, config) -> dict:
@@ -178,7 +184,8 @@ def evaluate_config(lm, pool, config) -> dict:
     --eval_games."""
     if not config.eval_games:
         return {}
-    return {f"{temperature:g}": play_held_out(lm, pool, config, temperature)
+    ids = held_out_games(pool, config)
+    return {f"{temperature:g}": play_held_out(lm, pool, config, ids, temperature)
             for temperature in pool.env.eval_temperatures}
 
 

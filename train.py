@@ -245,15 +245,17 @@ class Learner:
                     f"{folder} was written by another version of this code (its format is "
                     f"{shard.get('format', 1)}, and this is {CHECKPOINT_FORMAT}). Its weights can "
                     f"be used for a new run: --model {folder} --out NEW")
-        began_with = shards[0]["reference"] if shards else None
-        if shards and self.reference and not began_with:
+        check_shards(self.optimizer, shards, f"{folder}/learner-*.pt")
+        began_with = shards[0]["reference"]
+        if self.reference and not began_with:
             raise ValueError(f"the run of {folder} has beta = 0, so it kept no reference for a KL "
                              "term")
-        if shards and self.reference and began_with != fingerprint(self.reference.model):
+        if self.reference and began_with != fingerprint(self.reference.model):
             raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
                              "term needs them as reference: give the model that it began with")
         saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
-        load_shards(self.optimizer, shards, f"{folder}/learner-*.pt")
+        for shard in shards:
+            self.optimizer.load_shard(shard["optimizer"])
         self.optimizer_steps = shards[0]["optimizer_steps"]
         self.lm.model.load_state_dict(saved.state_dict())
         self.lm.value_rows.load_state_dict(shards[0]["value_rows"])
@@ -459,17 +461,14 @@ def ids_and_spans(sequence: list[Turn]) -> tuple[list, list]:
     return ids, spans
 
 
-TWO_ALIKE = ("two turns have the same trajectory number and index: give every rollout of an "
-             "update, and every rank, other numbers with rollout(..., trajs=)")
-
-
-def shared_order(own_lengths: dict, config, iteration) -> tuple[list, np.ndarray]:
-    """Draws an order of all ranks' training sequences, the same on every rank. `own_lengths`: {key:
-    number of turns} of this rank's -> keys and numbers of turns of all, in that order. ValueError:
-    there are none, or two have one key."""
-    lengths = sorted(all_gather_list([*own_lengths.items()]))
+def shared_order(own_lengths: list, config, iteration) -> tuple[list, np.ndarray]:
+    """Draws an order of all ranks' training sequences, the same on every rank. `own_lengths`:
+    [(key, number of turns)] of this rank's -> keys and numbers of turns of all, in that order.
+    ValueError: there are none, or two have one key."""
+    lengths = sorted(all_gather_list(own_lengths))
     if len(dict(lengths)) < len(lengths):
-        raise ValueError(TWO_ALIKE)
+        raise ValueError("two turns have the same trajectory number and index: give every rollout "
+                         "of an update, and every rank, other numbers with rollout(..., trajs=)")
     if not lengths:
         raise ValueError("there are no turns to learn from. If they come from a rollout, the first "
                          "prompt of every task is too long: raise --max_prompt, or lower "
@@ -496,13 +495,11 @@ def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, li
     order of the micro-batches, so that a micro-batch is a slice of them. ValueError: see
     shared_order."""
     # all ranks know a sequence by the numbers of its trajectory and of its first turn
-    own, own_lengths = {}, {}
+    own, own_lengths = {}, []
     for sequence in make_sequences(turns, config.context):
         key = sequence[0].traj, sequence[0].turn
-        if key in own:  # shared_order finds those of two ranks
-            raise ValueError(TWO_ALIKE)
         own[key] = sequence
-        own_lengths[key] = len(sequence)
+        own_lengths.append((key, len(sequence)))
     keys, lengths = shared_order(own_lengths, config, iteration)
     numbers = minibatch_numbers(lengths, config.mini_batch)
 
@@ -572,13 +569,10 @@ def compute_metrics(targets: Targets, infos: list[dict]) -> dict:
     return metrics
 
 
-def load_shards(optimizer: AdamW, shards: list[dict], files: str) -> None:
-    """Loads the optimizer's state, of which each rank of the run that saved it wrote a shard into
-    one of `files`. ValueError: one of them is missing."""
-    found = set()
-    for shard in shards:
-        optimizer.load_shard(shard["optimizer"])
-        found.update(shard["optimizer"])
+def check_shards(optimizer: AdamW, shards: list[dict], files: str) -> None:
+    """ValueError: these are not all shards of the optimizer's state, of which each rank of the run
+    that saved it wrote one into one of `files`."""
+    found = {n for shard in shards for n in shard["optimizer"]}
     if len(found) != len(parameters_of(optimizer)):
         raise ValueError(f"one of {files} is missing, the optimizer state of one rank")
 

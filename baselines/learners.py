@@ -25,7 +25,7 @@ from model import ActorCritic, Batch
 from runtime.checkpoint import read_tensors
 from runtime.distributed import all_gather_list, process_group, rank
 from sapo import actor_loss, discounted_returns, normalize_advantages, value_loss
-from train import (Learner, Targets, accumulate_gradients, denominators, load_shards,
+from train import (Learner, Targets, accumulate_gradients, check_shards, denominators,
                    optimizer_step, set_lr)
 
 
@@ -211,7 +211,9 @@ class PPOTurns(PolicyLearner):
         super().restore(folder)
         self.critic.load_state_dict(read_tensors(folder / "critic.pt"))
         shards = [read_tensors(path) for path in sorted(folder.glob("critic-*.pt"))]
-        load_shards(self.critic_optimizer, shards, f"{folder}/critic-*.pt")
+        check_shards(self.critic_optimizer, shards, f"{folder}/critic-*.pt")
+        for shard in shards:
+            self.critic_optimizer.load_shard(shard["optimizer"])
 
 
 class PPO(PPOTurns):

@@ -155,6 +155,7 @@ class Chat:
         self.date = date or datetime.date.today().isoformat()
         self.layouts = {}  # of layout_of: rendering the template in every turn would be slow
         self.lacks_tool_role = False
+        self.used = used_tokens(tokenizer)
         if not tokenizer.is_fast:
             raise ValueError("this is not one of transformers' fast tokenizers")
         layout = self.required_layout("user", "assistant", "user", "assistant", "user")
@@ -291,7 +292,7 @@ class Chat:
         """From now on, `encode` produces no control token from the text that it is given: no
         special token, and none of used_tokens or `ids`. The tags of thoughts, actions and calls
         stay as they are."""
-        ids = {*ids, *used_tokens(self.tokenizer)}
+        ids = {*ids, *self.used}
         added = self.tokenizer.added_tokens_decoder  # id: the token
         names = {token.content for i, token in added.items() if token.special or i in ids}
         self.control = first_letters(names - TAGS)

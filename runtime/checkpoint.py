@@ -2,7 +2,7 @@
 
     RUN/config.json       every setting, the git commit, versions
     RUN/metrics.jsonl     one line per iteration
-    RUN/transcripts       an episode of every tenth iteration as a page (eval.episode_page)
+    RUN/transcripts       an episode of every tenth iteration as a page (report.episode_page)
     RUN/checkpoint-N      everything needed to go on after N iterations; older ones are deleted
     RUN/best              the weights with the best held-out success so far (--eval_every)
     RUN/final             the weights at the end, a Hugging Face folder

@@ -36,8 +36,10 @@ def argparse_options(kind, default=None) -> dict:
         return {"choices": get_args(kind)}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if default is None else "store_true"}
-    if kind in (tuple, list):
-        return {"nargs": 2, "metavar": ("A", "B")} if kind is tuple else {"nargs": "*"}
+    if kind is tuple:
+        return {"nargs": 2, "metavar": ("A", "B")}
+    if kind is list:
+        return {"nargs": "*"}
     return {"type": kind}
 
 

@@ -54,8 +54,8 @@ from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
 from runtime.workers import as_info, as_observation, obs_text
-from training.run import with_speed_and_memory_settings
-from training.settings import FINITE, as_json, check_ranges
+from training.run import settings_of_games, with_speed_and_memory_settings
+from training.settings import FINITE, check_ranges
 
 # --------------------------------------------------------------- the tiny model and its tokenizer
 
@@ -710,8 +710,7 @@ def main():
         else:
             lm = load(config.model, tiny=envs.env_class(config.env).tiny_model, dtype=dtype,
                       value_tokens=config.value_tokens, r_max=config.r_max, tau_v=config.tau_v)
-        stored = as_json(vars(config)) | {"date": None}
-        lm.played_with = {name: stored[name] for name in evaluation.SHARED}  # for eval.py
+        lm.played_with = settings_of_games(config, None)
         choose_threads(lm.model)
         lm = with_speed_and_memory_settings(lm, config)
         if flags.copy_steps and config.model == "random" and not flags.resume:

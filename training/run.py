@@ -63,14 +63,13 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
         date = broadcast_object(began or datetime.date.today().isoformat())
         if lm.chat:
             lm.chat.date = date
-        stored = as_json(vars(config)) | {"date": date}
-        lm.played_with = {name: stored[name] for name in evaluation.SHARED}  # for eval.py
+        lm.played_with = settings_of_games(config, date)
         # allocates all that training keeps, so that a lack of memory shows before the evaluation
         learner = learner or learner_class(config.algo)(lm, config)
         if checkpoint:
             learner.restore(checkpoint)
         if folder and rank() == 0:
-            folder.begin(stored, checkpoint)
+            folder.begin(as_json(vars(config)) | {"date": date}, checkpoint)
         before = broadcast_object(read_json(folder / "before.json") if folder else {})
         if not before and not checkpoint:
             before = evaluation.evaluate_config(learner.lm, pool, config)
@@ -143,15 +142,22 @@ def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
     """This rank's share of an iteration's tasks. Over all ranks, each task comes --group_size times
     in a row; after the last iteration there are none. All tasks occur once per epoch, in an order
     that is drawn anew each time; without those of --leave_out, the others keep this order."""
-    left_out = {*map(str, c.leave_out or ())}
-    kept = np.array([str(task) not in left_out for task in task_ids])
-    n = int(kept.sum())
+    n = len(evaluation.without(task_ids, c.leave_out))
     count = c.batch_size // c.group_size if iteration < c.iterations else 0
-    ids = []
+    ids, orders = [], {}  # the latter: by epoch
     for i in range(iteration * count, (iteration + 1) * count):
-        order = np.random.default_rng([c.seed, i // n, TASKS]).permutation(len(task_ids))
-        ids += [task_ids[order[kept[order]][i % n]]] * c.group_size
+        epoch = i // n
+        if epoch not in orders:
+            drawn = np.random.default_rng([c.seed, epoch, TASKS]).permutation(len(task_ids))
+            orders[epoch] = evaluation.without([task_ids[j] for j in drawn], c.leave_out)
+        ids += [orders[epoch][i % n]] * c.group_size
     return ids[rank()::world_size()]
+
+
+def settings_of_games(config: Config, date: str | None) -> dict:
+    """The settings by which a run plays, for eval.py; they are saved with the model."""
+    stored = as_json(vars(config)) | {"date": date}
+    return {name: stored[name] for name in evaluation.SHARED}
 
 
 def load_initial_model(config, pool, task) -> ActorCritic:

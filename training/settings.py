@@ -164,7 +164,7 @@ def check_ranges(settings, ranges) -> None:
 OPTIONS = "data", "places", "objects"
 PATHS = "data", "model", "out"
 # Settings that decide what the others are by default.
-CHOICE = "env", "model", "algo", "context", "resume", "out"
+CHOICE = "env", "model", "algo", "context"
 
 
 def settings(lm=None, pool=None, **given) -> Config:
@@ -307,8 +307,7 @@ def parse(argv: list[str] = ()) -> Config:
     their defaults. ValueError: they cannot be used."""
     given = expanded(vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv)))
     if "out" not in given:
-        choice = {name: given[name] for name in CHOICE if name in given and name != "resume"}
-        usual = settings(**choice)
+        usual = settings(**{name: given[name] for name in CHOICE if name in given})
         defaults = vars(usual) | {"context": envs.env_class(usual.env).context}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
     # alone, --resume needs a run; with other flags, it starts the run if there is none yet
