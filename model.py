@@ -17,8 +17,9 @@ Shapes: B sequences, T tokens, M response tokens, N turns, W vocabulary size, D 
 `# SAPO:` marks what SAPO adds to a language model. What is special to Hugging Face is in hf/.
     python model.py [--model NAME]       prints a model's reserved tokens, and V and Q of a turn
 """
+import copy
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,11 +27,12 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from hf import lora
 from hf.attention import causal_inputs
 from hf.chat import Chat
 from hf.loading import local_folder  # noqa: F401 (eval.py takes it from here)
 from hf.loading import (check_tokenizer, find_stop_ids, prepare_model, read_model, read_sapo_json,
-                        reserve_value_ids, resolve_model, write_model)
+                        read_weights, reserve_value_ids, resolve_model, write_model)
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -125,7 +127,8 @@ class Float32Product(torch.autograd.Function):
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
-        return grad @ weight, grad.T @ hidden
+        of_hidden, of_weight = ctx.needs_input_grad  # a frozen head needs none
+        return grad @ weight if of_hidden else None, grad.T @ hidden if of_weight else None
 
 
 def float32_logits(hidden: torch.Tensor, head) -> torch.Tensor:
@@ -157,7 +160,8 @@ class Scores(NamedTuple):
 class ActorCritic:
     """A causal LM that is read as policy, V and Q. value_ids = (w+, w-); stop_ids end a response;
     tau_v and r_max are those of Eq. 1 and 2. Make it by `load` or `actor_critic`; a changed one by
-    dataclasses.replace, which hands on the same parameters."""
+    dataclasses.replace, which hands on the same parameters. With adapters (hf/lora.py), all other
+    parameters of the model are frozen."""
 
     model: torch.nn.Module
     tokenizer: object
@@ -199,6 +203,18 @@ class ActorCritic:
         if not trained:
             raise ValueError("all parameters of the model are frozen: requires_grad is False")
         return [trained, [*self.value_rows.parameters()]]
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of the model's adapters; 0: it has none, and all of its parameters are used as
+        they are."""
+        return lora.rank_of(self.model)
+
+    def copy(self) -> "ActorCritic":
+        """With a model of its own, as it is now. Parameters that are frozen are shared, so that a
+        copy of a model with adapters takes no more memory than they do."""
+        trained = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
+        return replace(self, model=lora.copy_with(self.model, trained))
 
     def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (B, T), padded on the right -> (B, T, D). If compiled, ids, and therefore the result,
@@ -250,38 +266,56 @@ class ActorCritic:
         """Writes a Hugging Face folder, with sapo.json beside its files. The rows of w+ and w- are
         in the output layer then, as the paper has them, rounded to its precision. They are written
         into the live layer, which does not use them: editing a copy of the weights would untie an
-        output layer that is tied to the embeddings."""
+        output layer that is tied to the embeddings.
+
+        If the model has adapters, it is their folder, as peft writes them, which names the model
+        that they are for; the rows of w+ and w- are a file of it. `merged` gives a whole model."""
         for name, rows in self.value_rows.named_parameters():
             getattr(self.head, name)[self.value_index] = rows.to(self.head.weight.dtype)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
                 "settings": self.recommended, "run": self.played_with}
-        write_model(self.model, self.tokenizer, folder, ours)
+        write_model(self.model, self.tokenizer, folder, ours, self.value_rows.state_dict())
+
+    def merged(self, dtype: torch.dtype) -> "ActorCritic":
+        """A copy on the CPU whose weights, in this data type, are those of the model and its
+        adapters together."""
+        return replace(self, model=lora.merged_copy(self.model, dtype), compile=False,
+                       value_rows=copy.deepcopy(self.value_rows).to("cpu"))
+
+    @torch.no_grad()
+    def load_weights(self, folder) -> None:
+        """Copies the weights that `save` wrote into this model, in place."""
+        read_weights(self.model, folder)
 
 
 # ---------------------------------------------------------------------------------------- loading
 
 def load(name: str, *, tiny: str = "tiny-house", value_tokens=None, tau_v: float | None = None,
          r_max: float | None = None, device=None, dtype=torch.float32, prompt: str = "",
-         max_new_tokens: int = 0) -> ActorCritic:
+         max_new_tokens: int = 0, lora_rank: int = 0) -> ActorCritic:
     """Loads a model by a name that resolve_model understands: a folder, a hub id, a bare name, or
-    "tiny", which means results/TINY. tau_v and r_max default to those that the folder was trained
-    with, else 1 and 10; device to a GPU, if any. ValueError: the model cannot be used, for example
-    because its context is too short for `prompt` and a response of max_new_tokens, which is checked
-    before the weights are read."""
+    "tiny", which means results/TINY. A folder or hub repository can be an adapter, as peft and
+    `save` write it; the model that it is for is loaded, too. With lora_rank, a whole model gets new
+    adapters. tau_v and r_max default to those that the folder was trained with, else 1 and 10;
+    device to a GPU, if any. ValueError: the model cannot be used, for example because its context
+    is too short for `prompt` and a response of max_new_tokens, which is checked before the weights
+    are read."""
     model, tokenizer = read_model(name, resolve_model(name, tiny), dtype, prompt, max_new_tokens)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    lm = actor_critic(model, tokenizer, value_tokens, tau_v=tau_v, r_max=r_max)
+    lm = actor_critic(model, tokenizer, value_tokens, tau_v=tau_v, r_max=r_max,
+                      lora_rank=lora_rank)
     if not lm.chat:
         raise ValueError(f"{name} has no chat template: choose an instruct model")
     return lm
 
 
 def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: float | None = None,
-                 r_max: float | None = None) -> ActorCritic:
+                 r_max: float | None = None, lora_rank: int = 0) -> ActorCritic:
     """Wraps a model that is loaded already. If every layer attends to all previous tokens, its
     attention is replaced by an equivalent one (hf/attention.py); everything else about it works as
     before. tau_v and r_max default to those with which it was wrapped before, or those in the
-    sapo.json of the folder it was loaded from, else to 1 and 10.
+    sapo.json of the folder it was loaded from, else to 1 and 10. With lora_rank, the model is
+    frozen and gets adapters of this rank, unless it has them already.
 
     w+ and w- are the first of these that there are:
         1. `value_tokens`, two names or ids
@@ -291,6 +325,10 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
         5. two tokens that no text uses
     Rows that were not trained begin at 0. ValueError: the model cannot be used."""
     model = prepare_model(model)
+    if lora_rank and lora.rank_of(model) not in (0, lora_rank):
+        raise ValueError(f"the model has adapters of rank {lora.rank_of(model)}, not {lora_rank}")
+    if lora_rank and not lora.rank_of(model):
+        lora.add_adapters(model, lora_rank)
     head = model.get_output_embeddings()
     stored = read_sapo_json(model.name_or_path) if model.name_or_path else {}
     chat = Chat(tokenizer) if tokenizer.chat_template else None

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from hf import lora
 from hf.attention import (causal_inputs, check_attention, keys_and_values, pieces_of_cache,
                           unsupported)
 from hf.verify import choose_decoding
@@ -121,9 +122,10 @@ class DecodeState:
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.is_stop = is_stop  # (vocabulary,)
-        # V and Q are read by a copy, because captured graphs hold its address
+        # V and Q are read by a copy, because captured graphs hold its address; so are adapters
         self.value_rows = rows_of(lm.value_rows, (0, 1), trained=True)
-        self.backbone = lm.model.base_model
+        self.model = lora.sampling_copy(lm.model)
+        self.backbone = self.model.base_model  # hf/compile.py may compile its layers
         # whether decoding steps attend in pieces (hf/attention.py): each slot reads its own
         # positions, not as many as the longest one has. choose_decoding sets it
         self.in_pieces = False
@@ -178,6 +180,13 @@ class DecodeState:
                 x[target, :kv_length] = x[source, :kv_length]
         for name in self.TENSORS:
             getattr(self, name)[target] = getattr(self, name)[source]
+
+    def copy_weights(self, lm) -> None:
+        """Copies the rows of w+ and w-, and adapters, which may have been trained since. In place:
+        captured graphs read the copies. All other weights are those of the model itself."""
+        for copied, p in zip(self.value_rows.parameters(), lm.value_rows.parameters()):
+            copied.copy_(p)
+        lora.copy_adapters(self.model, lm.model)
 
     def prefill(self, ids, slot, num_cached, length, uniforms, kv_length) -> None:
         """Runs new tokens through the model and makes their slots active. ids (R, T), padded on the
@@ -465,9 +474,7 @@ class Sampler:
         """Gives slots to the waiting sequences, and prefills what is new of them."""
         waiting = self.waiting
         self.waiting = []
-        # they may have been trained since; in place, because captured graphs read the copy
-        for copied, p in zip(self.state.value_rows.parameters(), self.lm.value_rows.parameters()):
-            copied.copy_(p)
+        self.state.copy_weights(self.lm)
         for sequence in waiting:
             if sequence not in self.slots:
                 if None not in self.slots:

@@ -53,7 +53,7 @@ from runtime.testing import (CONTEXTS, Calculator, GAMES, Gallery, Guess, HERE, 
                              advantages_by_loop, as_on_a_gpu, batch_of, case_of, close, gradient,
                              near, off_policy, on_ranks, on_the_cpu, play, prepared, randn,
                              random_model, read_lines, run_main, same_tokens_and_values,
-                             small_config, tensor, values_of, whitened)
+                             small_config, tensor, unclipped, values_of, whitened)
 from sapo import (actor_loss, explained_variance, kl_loss, normalize_advantages, policy_loss,
                   sapo_loss, turn_targets, value_loss)
 from tools import imitate
@@ -1283,12 +1283,6 @@ def test_actor_critic_accepts_compiled_models_token_ids_and_tokenizers_without_t
         assert len(response.ids) == len(response.logp)
 
 # -------------------------------------------------------------------------------------------- train
-
-@pytest.fixture
-def unclipped(monkeypatch):
-    """Gradients as they are, so that they can be compared with a reference."""
-    monkeypatch.setattr(train, "GRAD_CLIP", 1e9)
-
 
 def test_loop_fits_a_screen_and_stands_in_the_readme():
     assert len(dataclasses.fields(train.Config)) <= 50

@@ -17,8 +17,6 @@ The method is the loop and `Learner`; below them are the gradient step and mini-
 surrounds them is in training/: settings, and the life of a run.
 In shapes, N turns and M response tokens are those of this rank; sums and means are over all ranks.
 """
-import copy
-import dataclasses
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ import numpy as np
 import torch
 
 from hf.loading import refuse_adapters
-from model import ActorCritic, Batch, Scores, load, make_batch, micro_batches
+from model import ActorCritic, Batch, Scores, make_batch, micro_batches
 from rollout import ROLLOUT, SHUFFLE, Turn, rollout
 from runtime.checkpoint import Clock, read_json, read_tensors
 from runtime.cli import one_line_errors, progress
@@ -108,7 +106,7 @@ class Learner:
         self.warned_of_sampler = False
         self.reference = None  # a copy of the model that training starts from; none if beta is 0
         if config.beta:  # (only its log-probs are used, so it needs no value rows of its own)
-            self.reference = dataclasses.replace(lm, model=copy.deepcopy(lm.model))
+            self.reference = lm.copy()
         self.optimizer = self.make_optimizer(lm.parameters(), config.lr)
         self.optimizer_steps = 0  # those tried, skipped ones included
 
@@ -253,11 +251,10 @@ class Learner:
         if self.reference and began_with != fingerprint(self.reference.model):
             raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
                              "term needs them as reference: give the model that it began with")
-        saved = load(str(folder), dtype=self.lm.model.dtype, device="cpu").model
+        self.lm.load_weights(folder)
         for shard in shards:
             self.optimizer.load_shard(shard["optimizer"])
         self.optimizer_steps = shards[0]["optimizer_steps"]
-        self.lm.model.load_state_dict(saved.state_dict())
         self.lm.value_rows.load_state_dict(shards[0]["value_rows"])
 
 

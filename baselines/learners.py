@@ -13,9 +13,6 @@ undiscounted return of the episode.
 
 A method's short name is in training/settings.py.
 """
-import copy
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -131,16 +128,21 @@ class EMPG(GRPO):
 # ---------------------------------------------------------------------- methods with a critic
 
 class Critic(torch.nn.Module):
-    """A copy of the policy's backbone with a linear head in float32, which starts at 0."""
+    """A copy of the policy's backbone with a linear head in float32, which starts at 0. If the
+    policy has adapters, it has its own, and they share what is frozen."""
 
     def __init__(self, lm: ActorCritic):
         super().__init__()
-        self.lm = replace(lm, model=copy.deepcopy(lm.model))
+        self.lm = lm.copy()
         self.backbone = self.lm.model.base_model  # registered here, and so trained
         self.head = torch.nn.Linear(lm.model.config.get_text_config().hidden_size, 1,
                                     device=lm.device)
         for p in self.head.parameters():
             torch.nn.init.zeros_(p)
+
+    def trained(self) -> dict:
+        """The parameters that are not frozen, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """V / R_max before each response token, (M,)."""
@@ -162,8 +164,8 @@ class PPOTurns(PolicyLearner):
     def __init__(self, lm, config):
         super().__init__(lm, config)
         self.critic = Critic(lm)
-        trained = [p for p in self.critic.parameters() if p.requires_grad]
-        self.critic_optimizer = self.make_optimizer([trained], config.critic_lr)
+        self.critic_optimizer = self.make_optimizer([[*self.critic.trained().values()]],
+                                                    config.critic_lr)
 
     def critic_values(self, micro) -> torch.Tensor:
         return self.critic.of_turns(micro.batch)
@@ -205,11 +207,12 @@ class PPOTurns(PolicyLearner):
         state = {"optimizer": self.critic_optimizer.state_dict()["state"]}
         torch.save(state, f"{folder}/critic-{rank()}.pt")
         if rank() == 0:
-            torch.save(self.critic.state_dict(), f"{folder}/critic.pt")
+            trained = {name: p.detach() for name, p in self.critic.trained().items()}
+            torch.save(trained, f"{folder}/critic.pt")
 
     def restore(self, folder):
         super().restore(folder)
-        self.critic.load_state_dict(read_tensors(folder / "critic.pt"))
+        self.critic.load_state_dict(self.critic.state_dict() | read_tensors(folder / "critic.pt"))
         shards = [read_tensors(path) for path in sorted(folder.glob("critic-*.pt"))]
         check_shards(self.critic_optimizer, shards, f"{folder}/critic-*.pt")
         for shard in shards:

@@ -134,7 +134,7 @@ def accelerate(sampler, fast: bool, compile: bool) -> None:
     captures decoding steps as CUDA graphs on a GPU; with `compile`, it compiles the layers, and on
     a GPU attends in pieces if the model has 16 bits. The plain way runs the model as it is."""
     state = sampler.state
-    state.backbone = sampler.lm.model.base_model
+    state.backbone = state.model.base_model
     if fast and compile:
         state.backbone = compiled_layers(state.backbone)
     is_16_bit = state.hidden.dtype in (torch.float16, torch.bfloat16)

@@ -3,7 +3,7 @@ which models cannot be used, and why.
 
     resolve_model, local_folder              a name -> the folder or hub id that it means
     read_sapo_json, sapo_json_of             what `ActorCritic.save` has put beside the weights
-    read_model, write_model                  model and tokenizer of a folder
+    read_model, write_model, read_weights    model and tokenizer of a folder, also of an adapter's
     prepare_model, check_tokenizer           what cannot be used, in one line
     reserve_value_ids, find_stop_ids         which tokens are w+ and w-, and which end a response
 """
@@ -14,10 +14,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers  # as a whole: it imports its parts when they are used, so --help stays quick
 
+from hf import lora
 from hf.attention import causal_inputs, replace_attention
 from hf.chat import Chat, used_tokens
 
@@ -71,10 +73,7 @@ def read_sapo_json(where) -> dict:
     """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; {} if there is
     none."""
     path = find_file(where, "sapo.json")
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
+    return read_json(path) if path else {}
 
 
 def sapo_json_of(name: str, tiny: str = "tiny-house") -> dict:
@@ -83,30 +82,51 @@ def sapo_json_of(name: str, tiny: str = "tiny-house") -> dict:
     where = resolve_model(name, tiny)
     if not Path(where).is_dir() and "/" not in where:  # it is no OWNER/NAME of the hub
         return {}
-    return read_sapo_json(where)
+    return read_sapo_json(where) | lora_rank_of(where)
+
+
+def lora_rank_of(where) -> dict:
+    """{"lora_rank": the rank of an adapter's folder}; {} if it is a whole model's."""
+    path = find_file(where, "adapter_config.json")
+    return {"lora_rank": read_json(path).get("r", 0)} if path else {}
+
+
+def read_json(path) -> dict:
+    """The JSON object in a file. ValueError: it cannot be read."""
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
 
 
 def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: int = 0) -> tuple:
     """The model and the tokenizer in a folder or hub repository `where`, which the user called
-    `name`. ValueError: they cannot be read; or the model's context is too short for `prompt` and a
-    response of max_new_tokens, which is found out before the weights are read."""
+    `name`. If it is an adapter, the model is the one that it is for, with this adapter. ValueError:
+    they cannot be read; or the model's context is too short for `prompt` and a response of
+    max_new_tokens, which is found out before the weights are read."""
     try:
-        if find_file(where, "adapter_config.json"):
-            raise ValueError("this is an adapter, such as LoRA's, and not a whole model: merge it "
-                             "into its model first (peft: merge_and_unload, save_pretrained)")
+        adapter = find_file(where, "adapter_config.json")
+        adapter = read_json(adapter) if adapter else {}
+        base = base_of(adapter) if adapter else where
+        # an adapter's folder may have no tokenizer
+        words = where if find_file(where, "tokenizer_config.json") else base
         # a folder with sapo.json was written by `save` and has a tokenizer.json, which for some
         # types of models AutoTokenizer would ignore
-        tokenizer_class = (transformers.PreTrainedTokenizerFast if find_file(where, "sapo.json")
+        tokenizer_class = (transformers.PreTrainedTokenizerFast if find_file(words, "sapo.json")
                            else transformers.AutoTokenizer)
-        tokenizer = tokenizer_class.from_pretrained(where)
-        config = transformers.AutoConfig.from_pretrained(where)
+        tokenizer = tokenizer_class.from_pretrained(words)
+        config = transformers.AutoConfig.from_pretrained(base)
         length = getattr(config.get_text_config(), "max_position_embeddings", None)
         needed = len(tokenizer(prompt).input_ids) + max_new_tokens
         if length and needed > length:
             raise ValueError(f"--max_new_tokens {max_new_tokens} leaves no room for a prompt: "
                              f"together they need {needed} tokens or more, and it has {length}")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, output_loading_info=True)
+            base, config=config, dtype=dtype, output_loading_info=True)
+        if adapter:
+            lora.read_adapter(model, adapter, find_file(where, "adapter_model.safetensors"))
+            read_value_rows(model, where)
+            model.name_or_path = where
     except Exception as error:  # safetensors, tokenizers and the hub have exceptions of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = name if local_folder(name).is_dir() else f"{name}, which is not a folder here"
@@ -116,14 +136,49 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
     return model, tokenizer
 
 
-def write_model(model, tokenizer, folder, sapo_json: dict) -> None:
+def base_of(adapter_config: dict) -> str:
+    """The folder or hub id of the model that an adapter is for. ValueError: it is not named, or
+    there is no such folder."""
+    base = adapter_config.get("base_model_name_or_path")
+    if not base:
+        raise ValueError("its adapter_config.json does not name the model that it is for "
+                         "(base_model_name_or_path)")
+    if os.path.isabs(base) and not os.path.isdir(base):
+        raise ValueError(f"it is an adapter for the model in {base}, and there is no such folder: "
+                         "adapter_config.json names it (base_model_name_or_path)")
+    return base
+
+
+def read_value_rows(model, where) -> None:
+    """Puts the rows of w+ and w- that are beside an adapter, if any, into the output layer, where a
+    whole model has them."""
+    if file := find_file(where, "value_rows.safetensors"):
+        value_ids, head = read_sapo_json(where)["value_ids"], model.get_output_embeddings()
+        for name, rows in safetensors.torch.load_file(file).items():
+            getattr(head, name).data[value_ids] = rows.to(head.weight.dtype)
+
+
+def write_model(model, tokenizer, folder, sapo_json: dict, value_rows: dict) -> None:
     """Writes a Hugging Face folder, and sapo.json beside its files. Tools that know nothing of SAPO
     can use it: `generate` never samples w+ or w-, and settings are also stored under the names of
-    transformers 4, which vLLM and llama.cpp may still read."""
-    model.save_pretrained(folder)
+    transformers 4, which vLLM and llama.cpp may still read.
+
+    If the model has adapters, the folder is theirs; value_rows, the weight (and bias) of w+ and w-,
+    is a file of it."""
     tokenizer.save_pretrained(folder)
     text = json.dumps(sapo_json, indent=2) + "\n"
     Path(folder, "sapo.json").write_text(text, encoding="utf-8")
+    with edit_json(f"{folder}/tokenizer_config.json") as config:
+        if config["tokenizer_class"] == "TokenizersBackend":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            config["model_input_names"] = ["input_ids", "attention_mask"]
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if lora.rank_of(model):
+        lora.write_adapter(model, folder)
+        safetensors.torch.save_file(value_rows, f"{folder}/value_rows.safetensors")
+        return
+    model.save_pretrained(folder)
     suppressed = {*(model.generation_config.suppress_tokens or ()), *sapo_json["value_ids"]}
     with edit_json(f"{folder}/generation_config.json") as config:
         config["suppress_tokens"] = sorted(suppressed)
@@ -134,12 +189,21 @@ def write_model(model, tokenizer, folder, sapo_json: dict) -> None:
             scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
             config["rope_theta"] = rope["rope_theta"]
             config["rope_scaling"] = scaling if scaled else None
-    with edit_json(f"{folder}/tokenizer_config.json") as config:
-        if config["tokenizer_class"] == "TokenizersBackend":
-            config["tokenizer_class"] = "PreTrainedTokenizerFast"
-            config["model_input_names"] = ["input_ids", "attention_mask"]
-        if isinstance(config.get("extra_special_tokens"), list):
-            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+
+
+def read_weights(model, folder) -> None:
+    """Copies the weights in a folder that write_model wrote from a model like this one into it, in
+    place. ValueError, OSError: they cannot be read, or do not fit."""
+    if not lora.rank_of(model):
+        saved, _ = read_model(str(folder), str(folder), model.dtype)
+        model.load_state_dict(saved.state_dict())
+        return
+    file = Path(folder, "adapter_model.safetensors")
+    try:
+        tensors = safetensors.torch.load_file(file)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    lora.load_adapter(model, tensors)
 
 
 # --------------------------------------------------------------------- is it a model for this code?
@@ -159,10 +223,12 @@ def prepare_model(model):
 
 
 def refuse_adapters(model) -> None:
-    """ValueError: the model has an adapter, so its folder could not be loaded again."""
+    """ValueError: the model has an adapter of another program, so its folder could not be loaded
+    again. (Ours are those of hf/lora.py.)"""
     if hasattr(model, "peft_config") or any(hasattr(x, "base_layer") for x in model.modules()):
-        raise ValueError("the model has an adapter, such as LoRA's, that is not merged: merge it "
-                         "first (peft: model = model.merge_and_unload())")
+        raise ValueError("the model has an adapter of another program, that is not merged: load "
+                         "the adapter's folder by --model, or merge it first (peft: model = "
+                         "model.merge_and_unload())")
 
 
 def find_stop_ids(model, tokenizer, chat) -> tuple:

@@ -2,6 +2,7 @@
 forward passes of the model before they are used. What rounding does not explain is wrong.
 
     in_float32, excess_error    what is exact, and how much rounding explains
+    difference_of_merging       whether merged adapters are the same
     compiled_scoring            lm with compiled scoring, if that is right
     check_against_reference     what is wrong with the results of a rollout.Sampler
     choose_decoding             lets it decode in its fast way, if that is right
@@ -19,6 +20,7 @@ import torch
 
 from hf.attention import PIECE_LENGTH, causal_inputs, unsupported
 from hf.compile import accelerate, warn
+from hf.lora import with_random_adapters
 from model import (ActorCritic, Batch, float32_logits, make_batch, restricted_log_softmax,
                    rows_of)
 
@@ -83,12 +85,14 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
     samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
     shorter = (length + 2) // 2
     small = make_batch([(ids[:shorter], [(1, shorter)]) for ids, _ in samples[:3]]).to(lm.device)
-    fast = replace(lm, compile=True)
+    plain_lm = replace(lm, model=with_random_adapters(lm.model))
+    fast_lm = replace(plain_lm, compile=True)
     try:
-        fast.score(make_batch(samples).to(lm.device)).logp.sum().backward()
-        found, plain = scores_and_gradients(fast, small), scores_and_gradients(lm, small)
-        with in_float32(lm.model.base_model):
-            exact = scores_and_gradients(lm, small)
+        fast_lm.score(make_batch(samples).to(lm.device)).logp.sum().backward()
+        found = scores_and_gradients(fast_lm, small)
+        plain = scores_and_gradients(plain_lm, small)
+        with in_float32(plain_lm.model.base_model):
+            exact = scores_and_gradients(plain_lm, small)
         norms = exact["norms"].clamp(min=1e-30)
         for x in (found, plain, exact):
             x["gradients"] /= norms
@@ -100,7 +104,7 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
         zero_gradients(lm)
         warn(f"compiled scoring is not used: {error}")
         return lm
-    return fast
+    return fast_lm if fast_lm.model is lm.model else replace(lm, compile=True)
 
 
 def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
@@ -126,6 +130,19 @@ def scores_and_gradients(lm: ActorCritic, batch: Batch) -> dict:
 def zero_gradients(lm: ActorCritic) -> None:
     lm.model.zero_grad(set_to_none=True)
     lm.value_rows.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def difference_of_merging(lm: ActorCritic, merged: ActorCritic, batches: list) -> tuple:
+    """Compares a model whose adapters are merged in 16 bits with one in which they are not -> (the
+    mean difference of log-probs, whether rounding does not explain it)."""
+    there = merged.model.to(lm.device)
+    merged = replace(merged, model=there, value_rows=lm.value_rows)
+    lm = replace(lm, compile=False)
+    found, plain = (torch.cat([x.score(batch).logp for batch in batches]) for x in (merged, lm))
+    with in_float32(lm.model.base_model):
+        exact = torch.cat([lm.score(batch).logp for batch in batches])
+    return (found - plain).abs().mean().item(), excess_error(found, plain, exact) is not None
 
 
 @torch.no_grad()
@@ -166,7 +183,7 @@ def check_against_reference(sampler) -> str:
     choice of tokens, V and Q with plain forward passes over the whole sequences. Returns a
     description of what rounding does not explain, or ""."""
     lm, rounds = sampler.lm, 2 if sampler.context == "full" else 1
-    stops, rows = sampler.is_stop.clone(), random_value_rows(lm)
+    stops, randomized = sampler.is_stop.clone(), with_random_numbers(lm)
     steps, texts = min(CHECK_STEPS, sampler.max_new_tokens), [*CHECK_PROMPTS]
     while sampler.state.in_pieces and len(encode_check_prompt(lm, texts[0])) <= PIECE_LENGTH:
         texts[0] += " " + CHECK_PROMPTS[0]
@@ -181,7 +198,7 @@ def check_against_reference(sampler) -> str:
         layer.keys.zero_()  # a fast way that failed may have left NaN
         layer.values.fill_(1000.0)  # attending to what is not there shows in every result
     try:
-        sampler.lm = replace(lm, value_rows=rows)  # it copies them at every prefill
+        sampler.lm = randomized  # it copies what is random at every prefill
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
                 ids += encode_check_prompt(lm, texts[key], ids)[:room]
@@ -197,7 +214,7 @@ def check_against_reference(sampler) -> str:
                 spans.append((len(ids), len(ids) + len(response.ids)))
                 ids += response.ids
                 responses.append((response, uniforms[key][:len(response.ids)]))
-        sampled, plain, exact = sampled_plain_exact(sampler, sequences, rows)
+        sampled, plain, exact = sampled_plain_exact(sampler, sequences)
     finally:
         sampler.lm = lm
         sampler.is_stop.copy_(stops)
@@ -211,21 +228,22 @@ def check_against_reference(sampler) -> str:
 
 
 @torch.no_grad()
-def random_value_rows(lm) -> torch.nn.Linear:
-    """Random numbers in place of lm.value_rows that make V and Q about 0.3 R_max. A new model's are
-    0, with which V and Q would look right whatever hidden state they were read from."""
+def with_random_numbers(lm: ActorCritic) -> ActorCritic:
+    """lm with random numbers, in tensors of their own, for what is 0 in a new model, because with 0
+    results would look right whatever is wrong: adapters, and value rows, which make V and Q about
+    0.3 R_max."""
+    lm = replace(lm, model=with_random_adapters(lm.model))
     ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
     hidden = lm.hidden_states(ids).float()
     rows = rows_of(lm.value_rows, (0, 1), trained=True)
     weight = torch.randn(rows.weight.shape, generator=torch.Generator().manual_seed(0))
     rows.weight.copy_(weight.to(hidden) * 0.2 * lm.tau_v / hidden.norm(dim=-1).mean())
-    return rows
+    return replace(lm, value_rows=rows)
 
 
-def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
-    """[(ids, spans of responses, [(Response, its uniforms)])], and the rows that V and Q are read
-    by -> three dicts of tensors with the same keys: the sampler's results, those of a plain forward
-    pass, and those of one in float32.
+def sampled_plain_exact(sampler, sequences) -> tuple[dict, dict, dict]:
+    """[(ids, spans of responses, [(Response, its uniforms)])] -> three dicts of tensors with the
+    same keys: the sampler's results, those of a plain forward pass, and those of one in float32.
 
     Log-probs, V and Q are compared as they are. For the choice of tokens: sampling by the inverse
     cumulative distribution picks token k if cdf[k - 1] <= u < cdf[k]. So the sampler's error is the
@@ -269,7 +287,7 @@ def sampled_plain_exact(sampler, sequences, rows) -> tuple[dict, dict, dict]:
         parts.append((logp_plain.gather(1, column)[:, 0], chosen, outside, rounding))
     logp_plain, logp_exact, outside, rounding = map(torch.cat, zip(*parts))
     value_plain, value_exact = (torch.stack([
-        lm.readout(x[batch.row, boundary - 1], rows) for boundary in (batch.start, batch.end)], 1)
+        lm.readout(x[batch.row, boundary - 1]) for boundary in (batch.start, batch.end)], 1)
         for x in (hidden_plain, hidden_exact))
     zeros = torch.zeros_like(rounding)
     return ({"log-probs": logp, "choices of tokens": outside, "V and Q": values / lm.r_max},

@@ -6,6 +6,8 @@
     RUN/checkpoint-N      everything needed to go on after N iterations; older ones are deleted
     RUN/best              the weights with the best held-out success so far (--eval_every)
     RUN/final             the weights at the end, a Hugging Face folder
+    RUN/adapter           with --lora_rank, the adapters alone, a folder as those of peft. So are
+                          RUN/best and the checkpoint; in RUN/final they are merged
     RUN/before.json       the evaluation before training
     RUN/eval.json(l)      the evaluation at the end; those of eval.py are eval-SPLIT.json(l)
     RUN/curves.png        training curves
@@ -176,7 +178,8 @@ class RunDir:
         """Deletes what a resumed run writes anew, the final weights and eval.json(l). What eval.py
         wrote about these weights, eval-SPLIT.json(l), becomes eval-after-N-SPLIT.json(l), for the N
         iterations that metrics.jsonl has."""
-        shutil.rmtree(self / "final", ignore_errors=True)
+        for name in "final", "adapter":
+            shutil.rmtree(self / name, ignore_errors=True)
         for name in "eval.json", "eval.jsonl":
             (self / name).unlink(missing_ok=True)
         reports = [path for path in self.path.glob("eval-*.json")

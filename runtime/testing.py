@@ -32,6 +32,7 @@ import rollout as rollout_module
 import train
 from envs import Pool, tasks
 from hf import compile as compile_module
+from hf.lora import copy_adapters, with_random_adapters
 from model import Scores, actor_critic, load, make_batch
 from rollout import Sampler, rollout
 from runtime import checkpoint, cli, distributed, report
@@ -299,6 +300,16 @@ def random_model(architecture, seed=0, layers=2, dtype=torch.float32, **more):
     return dataclasses.replace(lm, stop_ids=(base.stop_ids[0], *range(40, 110)))
 
 
+def adapted_model(architecture="qwen2", seed=1, rank=4, trained=True, **more):
+    """A random model with adapters, which are as if they had been trained, or new ones."""
+    plain = random_model(architecture, seed, **more)
+    plain.model.name_or_path = str(HERE / "hf")  # any folder that is no run's
+    lm = actor_critic(plain.model, plain.tokenizer, lora_rank=rank)
+    if trained:
+        copy_adapters(lm.model, with_random_adapters(lm.model))
+    return dataclasses.replace(lm, stop_ids=plain.stop_ids)
+
+
 TINY_HOUSE = f"{HERE}/results/tiny-house"
 GAMES = envs.tasks("house", "train")[:7]
 
@@ -357,6 +368,22 @@ def small_config(tmp_path, *flags):
     return train.parse([
         "--batch_size", "6", "--iterations", "2", "--horizon", "6", "--eval_games", "4",
         "--mini_batch", "12", "--save_every", "1", "--out", str(tmp_path), *map(str, flags)])
+
+
+@pytest.fixture
+def strong(tmp_path):
+    """Flags of runs that win some games and start with V and Q that are not 0."""
+    lm = load(TINY_HOUSE)
+    torch.manual_seed(0)
+    lm.value_rows.weight.data = 0.02 * torch.randn(2, lm.head.in_features)
+    lm.save(tmp_path / "start")
+    return ["--model", tmp_path / "start", "--horizon", 16, "--seed", 7]
+
+
+@pytest.fixture
+def unclipped(monkeypatch):
+    """Gradients as they are, so that they can be compared with a reference."""
+    monkeypatch.setattr(train, "GRAD_CLIP", 1e9)
 
 
 def gradient(lm):

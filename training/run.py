@@ -7,6 +7,7 @@
 """
 import contextlib
 import datetime
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ import torch
 
 import envs
 import eval as evaluation
-from hf.verify import check_initial_readout, compiled_scoring
-from model import ActorCritic, load
-from rollout import TASKS
+from hf.verify import check_initial_readout, compiled_scoring, difference_of_merging
+from model import ActorCritic, load, make_batch, micro_batches
+from rollout import EVALUATION, TASKS, rollout
 from runtime import report
 from runtime.checkpoint import (RunDir, init_wandb, iterations_of, read_json, write_file,
                                 write_folder)
@@ -85,11 +86,12 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
                 run.save_after(error)
                 raise
             run.save_if_stopped()
+        run.sampler = sampler = None
+        gc.collect()  # frees training's KV cache: an evaluation has one of its own
         after = evaluation.evaluate_config(learner.lm, pool, config)
         print0("success after training: " + evaluation.success_of(after))
         if folder:
-            write_folder(folder / "final",
-                         lambda path: learner.lm.save(path) if rank() == 0 else None)
+            write_weights(learner.lm, pool, config, folder)
         if folder and rank() == 0:
             print(evaluation.write_reports(before, after, config))
             report.draw(report.group_runs([config.out]), folder / "curves.png")
@@ -154,6 +156,48 @@ def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
     return ids[rank()::world_size()]
 
 
+def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir) -> None:
+    """Writes RUN/final, a whole model; and RUN/adapter, if the model has adapters. They are merged
+    into RUN/final, in its 16 bits if that changes no more than rounding, else in float32: where
+    s B A is below half a step of W, W + s B A rounded is W, and what was learned is lost. All ranks
+    must call it."""
+    if lm.lora_rank:
+        write_folder(folder / "adapter", lambda path: lm.save(path) if rank() == 0 else None)
+        if rank() == 0:
+            lm = merged_within_rounding(lm, pool, config)
+    write_folder(folder / "final", lambda path: lm.save(path) if rank() == 0 else None)
+
+
+def merged_within_rounding(lm: ActorCritic, pool, config: Config) -> ActorCritic:
+    """A model with adapters merged, in its own data type or in float32. They are compared by the
+    log-probs of a few held-out games, or games of training if there are none."""
+    if lm.model.dtype == torch.float32:
+        return lm.merged(torch.float32)
+    ids = envs.tasks(pool.env, pool.env.held_out[0] if config.eval_games else "train",
+                     **pool.options)
+    ids = evaluation.without(evaluation.evenly_spaced(ids, GAMES_TO_COMPARE), config.leave_out)
+    sampler = evaluation.sampler_for(lm, config, pool.env.eval_temperatures[0])
+    sequences = []  # (ids, spans): a turn each or, in `full`, a trajectory
+    for turn in rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION),
+                        history=config.history):
+        if config.context == "window" or turn.turn == 0:
+            sequences.append(([], []))
+        tokens, spans = sequences[-1]
+        tokens += turn.prompt_ids + turn.action_ids
+        spans.append((len(tokens) - len(turn.action_ids), len(tokens)))
+    batches = [make_batch(group).to(lm.device)
+               for group in micro_batches(sequences, config.tokens_per_micro_batch)]
+    merged = lm.merged(lm.model.dtype)
+    difference, excess = difference_of_merging(lm, merged, batches)
+    print0(f"merged into {config.dtype}, the adapters' log-probs differ by {difference:.2g} a token"
+           + (f": that is more than rounding, so {config.out}/final is in float32" if excess
+              else ", which is rounding"))
+    return lm.merged(torch.float32) if excess else merged
+
+
+GAMES_TO_COMPARE = 8  # held-out games, of which a merged model is compared with its adapters
+
+
 def settings_of_games(config: Config, date: str | None) -> dict:
     """The settings by which a run plays, for eval.py; they are saved with the model."""
     stored = as_json(vars(config)) | {"date": date}
@@ -172,10 +216,15 @@ def load_initial_model(config, pool, task) -> ActorCritic:
     with progress(f"loading {config.model}"):
         lm = load(config.model, tiny=pool.env.tiny_model, dtype=getattr(torch, config.dtype),
                   value_tokens=config.value_tokens, tau_v=config.tau_v, r_max=config.r_max,
-                  prompt=obs_text(messages), max_new_tokens=config.max_new_tokens)
+                  prompt=obs_text(messages), max_new_tokens=config.max_new_tokens,
+                  lora_rank=config.lora_rank)
     check_initial_readout(lm, lm.chat.encode_messages(messages, (), pool.env.tool_schemas()))
     choose_threads(lm.model)
     threads = f", {torch.get_num_threads()} thread(s)" if lm.device.type == "cpu" else ""
+    if lm.lora_rank:
+        trained, _ = lm.parameters()
+        print0(f"training adapters of rank {lm.lora_rank}, {sum(p.numel() for p in trained):,} "
+               f"numbers, at a learning rate of {config.lr:g}")
     print0(f"on {lm.device}{threads}, {world_size()} rank(s); w+ and w- are tokens {lm.value_ids}")
     taken = [f"{k} {v}" for k, v in lm.recommended.items() if getattr(config, k, None) == v]
     if taken:

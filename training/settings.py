@@ -79,6 +79,8 @@ class Config:
     beta: float = 0.01  # weight of the KL to the initial model
     c_h: float = 0.001  # weight of the entropy bonus
 
+    lora_rank: int = 0  # above 0: train adapters of this rank (LoRA) in place of all parameters, at
+        # ten times the learning rate; default that of --model, if it is an adapter
     lr: float = 1e-6  # AdamW's learning rate
     lr_warmup: int = 0  # optimizer steps of linear warmup
     lr_final_fraction: float = 1.0  # the learning rate decays linearly, and would reach this
@@ -115,7 +117,7 @@ RANGES = (  # (smallest, largest, settings)
     (1, FINITE, "iterations batch_size group_size horizon max_new_tokens mini_batch save_every "
                 "tokens_per_micro_batch max_num_seqs max_prompt"),
     (0, FINITE, "seed history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta "
-                "c_v c_q c_h c_inv clip"),
+                "c_v c_q c_h c_inv clip lora_rank"),
     (0, 1, "gamma gae_lambda"), (1e-6, FINITE, "r_max tau_v"))
 # What may change when a run is resumed: its length, its surroundings, and what saves memory. With
 # another length, a learning rate that decays (--lr_final_fraction) jumps.
@@ -164,7 +166,8 @@ def check_ranges(settings, ranges) -> None:
 OPTIONS = "data", "places", "objects"
 PATHS = "data", "model", "out"
 # Settings that decide what the others are by default.
-CHOICE = "env", "model", "algo", "context"
+CHOICE = "env", "model", "algo", "context", "lora_rank"
+LORA_LR_FACTOR = 10  # adapters learn at so many times the learning rate of all parameters
 
 
 def settings(lm=None, pool=None, **given) -> Config:
@@ -174,7 +177,8 @@ def settings(lm=None, pool=None, **given) -> Config:
         1. the paper's: the defaults of Config
         2. what depends on the environment or the machine
         3. what the environment, the method and the model's folder recommend ("settings" in its
-           sapo.json, and the R_max and tau_v that it was trained with)
+           sapo.json, and the R_max and tau_v that it was trained with); with adapters, ten times
+           the learning rates, which are those for all parameters
         4. `given`; None counts as not given
 
     An ActorCritic or an envs.Pool of one's own goes in here, too: R_max, tau_v and dtype are the
@@ -203,6 +207,10 @@ def settings(lm=None, pool=None, **given) -> Config:
     env, learner = envs.env_class(choice.env), learner_class(choice.algo)
     context = envs.context_for(choice.env, choice.context)
     folder = {} if lm else sapo_json_of(choice.model, env.tiny_model)
+    lora_rank = given.get("lora_rank", folder.get("lora_rank", 0))
+    if lora_rank != folder.get("lora_rank", lora_rank):
+        raise ValueError(f"--lora_rank {lora_rank}: {choice.model} is an adapter of rank "
+                         f"{folder['lora_rank']}")
     advice = env.recommended | learner.recommended | (
         lm.recommended if lm else folder.get("settings", {}))
     if unknown := {*advice} - {f.name for f in dataclasses.fields(Config)}:
@@ -211,12 +219,16 @@ def settings(lm=None, pool=None, **given) -> Config:
     if context == "full":
         # it is meant for single prompts, and would limit the whole conversation
         advice.pop("max_prompt", None)
+    if lora_rank:
+        for name in ("lr", "critic_lr"):
+            advice[name] = LORA_LR_FACTOR * advice.get(name, getattr(Config, name))
     gpu = torch.cuda.is_available()
     surroundings = {
         "context": context, "horizon": env.horizon, "eval_games": env.held_out[1],
         "max_prompt": env.max_prompt if context == "window" else None,
         "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
-        "r_max": folder.get("r_max", 10.0), "tau_v": folder.get("tau_v", 1.0)}
+        "r_max": folder.get("r_max", 10.0), "tau_v": folder.get("tau_v", 1.0),
+        "lora_rank": lora_rank}
     config = Config(**(surroundings | advice | given))
     check_fit(config)
     return config
@@ -237,7 +249,7 @@ def short_name(env):
 def model_settings(lm) -> dict:
     """The settings that a model has itself."""
     dtype = str(lm.model.dtype).removeprefix("torch.")  # as --dtype has it
-    return {"r_max": lm.r_max, "tau_v": lm.tau_v, "dtype": dtype}
+    return {"r_max": lm.r_max, "tau_v": lm.tau_v, "dtype": dtype, "lora_rank": lm.lora_rank}
 
 
 def check_model_settings(config: Config, lm) -> None:

@@ -18,7 +18,7 @@ from envs import Pool, make_env, tasks
 from model import load
 from runtime.testing import (DRESS, MY_ENV, OneRank, SMALL, TINY_HOUSE, TwoRanks, attributes_entry,
                              caches, check_run, checkpoints, on_the_cpu, random_model,
-                             read_lines, run_main, small_config, write_catalogue)
+                             read_lines, run_main, small_config, strong, write_catalogue)
 from tools.imitate import random_tiny
 from training.run import Run, draw_tasks
 from training.settings import learner_class
@@ -119,16 +119,6 @@ def test_every_task_occurs_once_per_epoch_and_group_size_times(tmp_path):
     assert others[:12] == [game for game in once[:14] if game != "c"]
     assert drawn == [game for game in once for _ in range(2)] and once[:7] != once[7:14]
     assert all(sorted(once[n:n + 7]) == ids for n in range(0, 42, 7))
-
-
-@pytest.fixture
-def strong(tmp_path):
-    """Flags of runs that win some games and start with V and Q that are not 0."""
-    lm = load(TINY_HOUSE)
-    torch.manual_seed(0)
-    lm.value_rows.weight.data = 0.02 * torch.randn(2, lm.head.in_features)
-    lm.save(tmp_path / "start")
-    return ["--model", tmp_path / "start", "--horizon", 16, "--seed", 7]
 
 
 @pytest.mark.parametrize("env, flags", [("house", []), ("webshop", ["--context", "full"])])

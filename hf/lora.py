@@ -1,0 +1,207 @@
+"""Low-rank adapters (LoRA; Hu et al., 2021). The model's own weights W are frozen, and every linear
+layer of its backbone computes W x + b + s B A x, of which A and B alone are trained, in float32. B
+starts at 0, so the model is unchanged at first.
+
+    LoRALinear                   a linear layer with A and B
+    add_adapters                 turns the linear layers of a model into such layers, in place
+    sampling_copy                what a rollout.Sampler decodes with
+    with_random_adapters         what checks compare, because with B = 0 they would see nothing
+    merged_copy                  a plain model whose weights are W + s B A
+    write_adapter, read_adapter  folders as those of peft, which can load them
+
+Adapters are never merged while a model is used: sampler and scoring pass compute the same function.
+A copy of a model that is made here shares all tensors but A and B. Layers of our own, because
+peft's convert x to float32 in each of them, and keep A and B in the model's 16 bits.
+"""
+import copy
+import json
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+
+class Lora(NamedTuple):
+    """What a model knows of its adapters, in its attribute `lora`."""
+
+    rank: int
+    alpha: float  # s = alpha / rank
+    base: str  # the folder, or hub id, of the model without adapters
+
+
+class LoRALinear(torch.nn.Linear):
+    """A linear layer that was given `lora_A` (r, in), `lora_B` (out, r) and `scale`, s. Its own
+    weights are still called `weight` and `bias`. A and B are rounded to the precision of x when
+    they are used; their gradients are float32."""
+
+    def forward(self, x):
+        update = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        return torch.add(super().forward(x), update, alpha=self.scale)
+
+
+def adapted_layers(model) -> dict:
+    """The layers with adapters, by name; none if the model has no adapters."""
+    if not rank_of(model):
+        return {}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+
+
+def rank_of(model) -> int:
+    """The rank of a model's adapters; 0 if it has none."""
+    return model.lora.rank if getattr(model, "lora", None) else 0
+
+
+def adapter_tensors(model) -> list:
+    """A and B of every layer."""
+    return [p for layer in adapted_layers(model).values() for p in (layer.lora_A, layer.lora_B)]
+
+
+def add_adapters(model, rank: int, alpha: float | None = None, names=None) -> None:
+    """Freezes a model, and gives A and B to all linear layers of its backbone, or to those with
+    these names. alpha: default 2 rank, so s = 2. A is drawn as torch.nn.Linear's weights are, from
+    a fixed seed, so all ranks and all runs begin with the same one; B is 0. ValueError: there are
+    no such layers; the model has no name, which the folder of an adapter must tell."""
+    if not model.name_or_path:
+        raise ValueError("the folder of an adapter names its base, and this model has no folder or "
+                         "hub id: save it, and load it from there")
+    backbone = {id(part) for part in model.base_model.modules()}
+    linear = {name: layer for name, layer in model.named_modules()
+              if type(layer) is torch.nn.Linear and id(layer) in backbone}
+    names = [*linear] if names is None else sorted(names)
+    if unknown := [name for name in names if name not in linear]:
+        raise ValueError(f"the adapter is for {unknown[0]}, which is no linear layer of the "
+                         f"backbone of {type(model).__name__}")
+    if not names:
+        raise ValueError(f"{type(model).__name__} cannot have adapters: its backbone has no linear "
+                         "layers (torch.nn.Linear)")
+    model.requires_grad_(False)
+    alpha = 2 * rank if alpha is None else alpha
+    generator = torch.Generator().manual_seed(0)
+    for name in names:
+        layer = linear[name]
+        a = torch.empty(rank, layer.in_features)
+        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        layer.__class__ = LoRALinear
+        layer.lora_A = torch.nn.Parameter(a.to(layer.weight.device))
+        layer.lora_B = torch.nn.Parameter(a.new_zeros(layer.out_features, rank,
+                                                      device=layer.weight.device))
+        layer.scale = alpha / rank
+    base = model.name_or_path
+    model.lora = Lora(rank, alpha, os.path.abspath(base) if os.path.isdir(base) else base)
+
+
+# ------------------------------------------------------------------------------------------- copies
+
+def copy_with(model, new: dict):
+    """A copy of a model with other tensors in place of some of its parameters, {parameter: tensor}.
+    It shares all others."""
+    memo = {id(p): p for p in model.parameters()}
+    memo |= {id(p): torch.nn.Parameter(x, requires_grad=p.requires_grad) for p, x in new.items()}
+    return copy.deepcopy(model, memo)
+
+
+def sampling_copy(model):
+    """A copy with its own A and B, in the precision of W, which copy_adapters fills: graphs that
+    are captured hold their addresses, and need not convert them at every step. Without adapters,
+    the model itself."""
+    layers = adapted_layers(model).values()
+    return copy_with(model, {p: p.detach().to(layer.weight.dtype, copy=True) for layer in layers
+                             for p in (layer.lora_A, layer.lora_B)}) if layers else model
+
+
+@torch.no_grad()
+def copy_adapters(target, source) -> None:
+    """Copies A and B of every layer, in place."""
+    if rank_of(source):
+        torch._foreach_copy_(adapter_tensors(target), adapter_tensors(source))
+
+
+@torch.no_grad()
+def with_random_adapters(model):
+    """A copy whose B is random, such that s B A has 0.3 times the norm of W. Without adapters, the
+    model itself."""
+    generator, new = torch.Generator().manual_seed(0), {}
+    for layer in adapted_layers(model).values():
+        b = torch.randn(layer.lora_B.shape, generator=generator).to(layer.lora_B)
+        norm = layer.scale * (b @ layer.lora_A).norm()
+        new[layer.lora_B] = b * (0.3 * layer.weight.float().norm() / norm)
+    return copy_with(model, new) if new else model
+
+
+@torch.no_grad()
+def merged_copy(model, dtype: torch.dtype):
+    """A copy without adapters on the CPU, of the same function up to rounding: W + s B A is
+    computed in float32 and then rounded to `dtype`. Layers that are tied stay tied."""
+    layers = adapted_layers(model)
+    new = {p: p.detach().to("cpu", dtype) for p in model.parameters()}
+    for layer in layers.values():
+        w = layer.weight.float() + layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
+        new[layer.weight] = w.to("cpu", dtype)
+    merged = copy_with(model, new).to("cpu")
+    for layer in adapted_layers(merged).values():
+        del layer.lora_A, layer.lora_B, layer.scale
+        layer.__class__ = torch.nn.Linear
+    del merged.lora
+    return merged
+
+
+# ----------------------------------------------------------------------------------- peft's folders
+
+PREFIX = "base_model.model."  # of peft's names of layers
+# Fields of adapter_config.json that would make it another function; these values do not.
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
+         **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out",
+                          "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication",
+                          "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+                          "arrow_config"), (None, False, {}, [], ()))}
+
+
+def write_adapter(model, folder) -> None:
+    """Writes A and B in float32, and adapter_config.json."""
+    layers = adapted_layers(model)
+    tensors = {f"{PREFIX}{name}.{x}.weight": getattr(layer, x).detach().float().cpu().contiguous()
+               for name, layer in layers.items() for x in ("lora_A", "lora_B")}
+    safetensors.torch.save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
+    # peft takes the ends of names, and other programs know models by them; where they would mean
+    # other layers, too, whole names
+    ends = {name.rpartition(".")[2] for name in layers}
+    meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True,
+              "base_model_name_or_path": model.lora.base, "r": model.lora.rank,
+              "lora_alpha": model.lora.alpha, "lora_dropout": 0.0, "bias": "none",
+              "target_modules": sorted(ends if len(meant) == len(layers) else layers)}
+    text = json.dumps(config, indent=2) + "\n"
+    Path(folder, "adapter_config.json").write_text(text, encoding="utf-8")
+
+
+def read_adapter(model, config: dict, file) -> None:
+    """Gives a model the adapters of a peft folder, with its adapter_config.json and the file of
+    its weights. ValueError: it is not plain LoRA, or does not fit the model."""
+    for name, plain in PLAIN.items():
+        if name in config and config[name] not in plain:
+            raise ValueError(f"its adapter_config.json has {name} {config[name]!r}, which is not "
+                             "supported: merge the adapter into its model first (peft: "
+                             "merge_and_unload, save_pretrained)")
+    tensors = safetensors.torch.load_file(file)
+    names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
+    add_adapters(model, config["r"], config["lora_alpha"], names)
+    load_adapter(model, tensors)
+
+
+@torch.no_grad()
+def load_adapter(model, tensors: dict) -> None:
+    """Copies what write_adapter wrote into A and B, in place. ValueError: it is for other
+    layers."""
+    expected = {f"{PREFIX}{name}.{x}.weight": getattr(layer, x)
+                for name, layer in adapted_layers(model).items() for x in ("lora_A", "lora_B")}
+    for key in {*expected} ^ {*tensors}:
+        raise ValueError(f"the adapter and the model do not fit: {key} is in one of them only")
+    for key, p in expected.items():
+        if p.shape != tensors[key].shape:
+            raise ValueError(f"the adapter and the model do not fit: {key} has the shape "
+                             f"{tuple(tensors[key].shape)}, not {tuple(p.shape)}")
+        p.copy_(tensors[key])
