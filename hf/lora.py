@@ -1,12 +1,12 @@
 """Low-rank adapters (LoRA; Hu et al., 2021). The model's own weights W are frozen, and every linear
-layer of its backbone computes W x + b + s B A x, of which A and B alone are trained, in float32. B
+layer of its backbone computes W x + b + B A x, of which A and B alone are trained, in float32. B
 starts at 0, so the model is unchanged at first.
 
     LoRALinear                   a linear layer with A and B
     add_adapters                 turns the linear layers of a model into such layers, in place
     sampling_copy                what a rollout.Sampler decodes with
     with_random_adapters         what checks compare, because with B = 0 they would see nothing
-    merged_copy                  a plain model whose weights are W + s B A
+    merged_copy                  a plain model whose weights are W + B A
     write_adapter, read_adapter  folders as those of peft, which can load them
 
 Adapters are never merged while a model is used: sampler and scoring pass compute the same function.
@@ -29,18 +29,17 @@ class Lora(NamedTuple):
     """What a model knows of its adapters, in its attribute `lora`."""
 
     rank: int
-    alpha: float  # s = alpha / rank
     base: str  # the folder, or hub id, of the model without adapters
 
 
 class LoRALinear(torch.nn.Linear):
-    """A linear layer that was given `lora_A` (r, in), `lora_B` (out, r) and `scale`, s. Its own
-    weights are still called `weight` and `bias`. A and B are rounded to the precision of x when
-    they are used; their gradients are float32."""
+    """A linear layer that was given `lora_A` (r, in) and `lora_B` (out, r). Its own weights are
+    still called `weight` and `bias`. A and B are rounded to the precision of x when they are used;
+    their gradients are float32."""
 
     def forward(self, x):
-        update = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        return torch.add(super().forward(x), update, alpha=self.scale)
+        low = F.linear(x, self.lora_A.to(x.dtype))
+        return super().forward(x) + F.linear(low, self.lora_B.to(x.dtype))
 
 
 def adapted_layers(model) -> dict:
@@ -60,12 +59,14 @@ def adapter_tensors(model) -> list:
     return [p for layer in adapted_layers(model).values() for p in (layer.lora_A, layer.lora_B)]
 
 
-def add_adapters(model, rank: int, alpha: float | None = None, names=None) -> None:
+def add_adapters(model, rank: int, names=None, base="") -> None:
     """Freezes a model, and gives A and B to all linear layers of its backbone, or to those with
-    these names. alpha: default 2 rank, so s = 2. A is drawn as torch.nn.Linear's weights are, from
-    a fixed seed, so all ranks and all runs begin with the same one; B is 0. ValueError: there are
-    no such layers; the model has no name, which the folder of an adapter must tell."""
-    if not model.name_or_path:
+    these names. A is uniform within +-2 / sqrt(in), from a fixed seed, so all ranks and all runs
+    begin with the same one; B is 0. (Others draw within +-1 / sqrt(in), and multiply B A by alpha /
+    rank = 2. That factor is in A here.) base: default the model's folder or hub id, which the
+    folder of an adapter names. ValueError: there are no such layers, or no base."""
+    base = base or model.name_or_path
+    if not base:
         raise ValueError("the folder of an adapter names its base, and this model has no folder or "
                          "hub id: save it, and load it from there")
     backbone = {id(part) for part in model.base_model.modules()}
@@ -79,27 +80,24 @@ def add_adapters(model, rank: int, alpha: float | None = None, names=None) -> No
         raise ValueError(f"{type(model).__name__} cannot have adapters: its backbone has no linear "
                          "layers (torch.nn.Linear)")
     model.requires_grad_(False)
-    alpha = 2 * rank if alpha is None else alpha
     generator = torch.Generator().manual_seed(0)
     for name in names:
         layer = linear[name]
-        a = torch.empty(rank, layer.in_features)
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        a, b = torch.empty(rank, layer.in_features), torch.zeros(layer.out_features, rank)
+        a.uniform_(-1, 1, generator=generator).mul_(2 / math.sqrt(layer.in_features))
         layer.__class__ = LoRALinear
         layer.lora_A = torch.nn.Parameter(a.to(layer.weight.device))
-        layer.lora_B = torch.nn.Parameter(a.new_zeros(layer.out_features, rank,
-                                                      device=layer.weight.device))
-        layer.scale = alpha / rank
-    base = model.name_or_path
-    model.lora = Lora(rank, alpha, os.path.abspath(base) if os.path.isdir(base) else base)
+        layer.lora_B = torch.nn.Parameter(b.to(layer.weight.device))
+    model.lora = Lora(rank, os.path.abspath(base) if os.path.isdir(base) else base)
 
 
 # ------------------------------------------------------------------------------------------- copies
 
 def copy_with(model, new: dict):
     """A copy of a model with other tensors in place of some of its parameters, {parameter: tensor}.
-    It shares all others."""
-    memo = {id(p): p for p in model.parameters()}
+    It shares all other tensors, and the rows of w+ and w-."""
+    value_rows = getattr(model, "sapo_value_rows", None)
+    memo = {id(x): x for x in (*model.parameters(), *model.buffers(), value_rows)}
     memo |= {id(p): torch.nn.Parameter(x, requires_grad=p.requires_grad) for p, x in new.items()}
     return copy.deepcopy(model, memo)
 
@@ -122,28 +120,28 @@ def copy_adapters(target, source) -> None:
 
 @torch.no_grad()
 def with_random_adapters(model):
-    """A copy whose B is random, such that s B A has 0.3 times the norm of W. Without adapters, the
+    """A copy whose B is random, such that B A has 0.3 times the norm of W. Without adapters, the
     model itself."""
     generator, new = torch.Generator().manual_seed(0), {}
     for layer in adapted_layers(model).values():
         b = torch.randn(layer.lora_B.shape, generator=generator).to(layer.lora_B)
-        norm = layer.scale * (b @ layer.lora_A).norm()
-        new[layer.lora_B] = b * (0.3 * layer.weight.float().norm() / norm)
+        size = layer.weight.float().norm() / (b @ layer.lora_A).norm()
+        new[layer.lora_B] = 0.3 * size * b
     return copy_with(model, new) if new else model
 
 
 @torch.no_grad()
 def merged_copy(model, dtype: torch.dtype):
-    """A copy without adapters on the CPU, of the same function up to rounding: W + s B A is
+    """A copy without adapters on the CPU, of the same function up to rounding: W + B A is
     computed in float32 and then rounded to `dtype`. Layers that are tied stay tied."""
     layers = adapted_layers(model)
     new = {p: p.detach().to("cpu", dtype) for p in model.parameters()}
     for layer in layers.values():
-        w = layer.weight.float() + layer.scale * (layer.lora_B.float() @ layer.lora_A.float())
+        w = layer.weight.float() + layer.lora_B.float() @ layer.lora_A.float()
         new[layer.weight] = w.to("cpu", dtype)
     merged = copy_with(model, new).to("cpu")
     for layer in adapted_layers(merged).values():
-        del layer.lora_A, layer.lora_B, layer.scale
+        del layer.lora_A, layer.lora_B
         layer.__class__ = torch.nn.Linear
     del merged.lora
     return merged
@@ -172,7 +170,7 @@ def write_adapter(model, folder) -> None:
     meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True,
               "base_model_name_or_path": model.lora.base, "r": model.lora.rank,
-              "lora_alpha": model.lora.alpha, "lora_dropout": 0.0, "bias": "none",
+              "lora_alpha": model.lora.rank, "lora_dropout": 0.0, "bias": "none",
               "target_modules": sorted(ends if len(meant) == len(layers) else layers)}
     text = json.dumps(config, indent=2) + "\n"
     Path(folder, "adapter_config.json").write_text(text, encoding="utf-8")
@@ -188,8 +186,9 @@ def read_adapter(model, config: dict, file) -> None:
                              "merge_and_unload, save_pretrained)")
     tensors = safetensors.torch.load_file(file)
     names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
-    add_adapters(model, config["r"], config["lora_alpha"], names)
-    load_adapter(model, tensors)
+    add_adapters(model, config["r"], names)
+    factor = config["lora_alpha"] / config["r"]
+    load_adapter(model, {key: factor * x if ".lora_A." in key else x for key, x in tensors.items()})
 
 
 @torch.no_grad()

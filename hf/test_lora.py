@@ -42,9 +42,9 @@ def test_scores_and_gradients_are_those_of_dense_weights(architecture, seed):
     names = {name: name for name, _ in dense.model.named_parameters()}
     params = {name: p.detach() for name, p in lm.model.named_parameters() if name in names}
     for name, layer in layers.items():
-        params[f"{name}.weight"] = layer.weight + 2 * layer.lora_B @ layer.lora_A
+        params[f"{name}.weight"] = layer.weight + layer.lora_B @ layer.lora_A
 
-    class Dense(torch.nn.Module):  # W + s B A, written out
+    class Dense(torch.nn.Module):  # W + B A, written out
         def forward(self, **inputs):
             return functional_call(dense.model.base_model, {
                 name.removeprefix("model."): p for name, p in params.items()
@@ -323,7 +323,7 @@ def test_adapter_that_peft_has_made_is_a_start(tmp_path, monkeypatch):
     run_main(train, monkeypatch, "--model", tmp_path / "adapter", "--batch_size", 2, "--horizon", 3,
              "--iterations", 1, "--eval_games", 0, "--out", tmp_path / "run")
     written = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
-    assert (written["r"], written["lora_alpha"]) == (5, 7)
+    assert (written["r"], written["lora_alpha"]) == (5, 5)  # alpha / r is in A now
     assert written["target_modules"] == ["q_proj", "v_proj"]
 
 
@@ -356,7 +356,7 @@ def test_merging_keeps_ties_and_rounds_once():
         assert {p.dtype for p in model.parameters()} == {dtype} and merged.lora_rank == 0
         assert model.lm_head.weight is model.model.embed_tokens.weight
         layer, plain = (x.model.layers[0].mlp.up_proj for x in (lm.model, model))
-        exact = layer.weight.float() + 2 * layer.lora_B @ layer.lora_A
+        exact = layer.weight.float() + layer.lora_B @ layer.lora_A
         assert plain.weight.equal(exact.to(dtype))
     assert lm.lora_rank == 4 and lm.model.model.layers[0].mlp.up_proj.lora_A.requires_grad
 

@@ -31,6 +31,7 @@ import train
 from baselines.learners import PPO, PPOTurns
 from hf.attention import grouped_query_attention, pieces_of_cache
 from hf.loading import resolve_model
+from hf.lora import add_adapters
 from model import actor_critic, load
 from rollout import End, Sampler, Turn
 from runtime.checkpoint import peak_memory, versions
@@ -64,9 +65,10 @@ def architecture(name):
         rope_parameters={"rope_type": "default", "rope_theta": 1e6})
 
 
-def random_model(name, dtype, seed=0):
+def random_model(name, dtype, seed=0, lora_rank=0):
     """An ActorCritic of the named architecture ("tiny": the tiny model's) with random weights,
-    which are as fast as trained ones, and the tiny model's tokenizer."""
+    which are as fast as trained ones, and the tiny model's tokenizer. lora_rank: that of adapters,
+    which no folder can keep, because their base is none."""
     if name == "tiny":
         return random_tiny(seed, dtype)
     config, device = architecture(name), "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,6 +76,8 @@ def random_model(name, dtype, seed=0):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa")
+    if lora_rank:
+        add_adapters(model, lora_rank, base="none")
     return actor_critic(model.eval(), tiny_tokenizer())
 
 
@@ -298,7 +302,7 @@ def iteration_main(argv):
     args = IterationFlags(**vars(given))
     config = parse([*rest, "--max_new_tokens", str(4 * args.response)])
     print(f"building {config.model} with random weights", flush=True)
-    lm = random_model(config.model, getattr(torch, config.dtype), config.seed)
+    lm = random_model(config.model, getattr(torch, config.dtype), config.seed, config.lora_rank)
     choose_threads(lm.model)
     describe(lm, config.model, config.dtype)
     lm, words = with_stops(lm, args.response)
@@ -364,15 +368,17 @@ def ratio_to_ppo(costs):
 def print_memory(lm, learners, peak):
     """Computes the memory that is kept throughout: weights, gradients, optimizer state,
     reference."""
-    size, kept = lm.head.weight.element_size(), {}
+    kept = {}
     for algo, learner in learners.items():
         state = 2 if learner.config.optim_state_dtype == "bfloat16" else 4  # bytes per number
-        per_parameter = size + max(size, state) + 2 * state + (4 if size == 2 else 0)
-        trained = sum(p.numel() for p in lm.model.parameters())
+        trained = [p for p in lm.model.parameters() if p.requires_grad]
+        reference = [*trained] if learner.config.beta else []  # what is frozen is shared
         if isinstance(learner, PPOTurns):
-            trained += sum(p.numel() for p in learner.critic.backbone.parameters())
-        reference = sum(p.numel() for p in lm.model.parameters()) * bool(learner.config.beta)
-        kept[algo] = trained * per_parameter + reference * size
+            trained += [p for p in learner.critic.backbone.parameters() if p.requires_grad]
+        kept[algo] = sum(p.nbytes for p in [*lm.model.parameters(), *reference])
+        for p in trained:  # gradient, moments, and the float32 master of a 16-bit parameter
+            size = p.element_size()
+            kept[algo] += p.numel() * (max(size, state) + 2 * state + (4 if size == 2 else 0))
     print("memory kept throughout, computed: "
           + ", ".join(f"{algo} {n / 1e9:.3f} GB" for algo, n in kept.items())
           + f"{ratio_to_ppo(kept)}; peak memory {peak:.2f} GB")

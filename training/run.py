@@ -159,7 +159,7 @@ def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
 def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir) -> None:
     """Writes RUN/final, a whole model; and RUN/adapter, if the model has adapters. They are merged
     into RUN/final, in its 16 bits if that changes no more than rounding, else in float32: where
-    s B A is below half a step of W, W + s B A rounded is W, and what was learned is lost. All ranks
+    B A is below half a step of W, W + B A rounded is W, and what was learned is lost. All ranks
     must call it."""
     if lm.lora_rank:
         write_folder(folder / "adapter", lambda path: lm.save(path) if rank() == 0 else None)
