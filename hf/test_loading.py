@@ -137,7 +137,7 @@ def test_unusable_models_are_refused_with_a_reason(tmp_path):
     lm = random_model("qwen2", 1)
     lm.tokenizer.add_tokens(["one", "more", "word"])
     lm.save(short)
-    for name, complaint in ((str(tmp_path / "mute"), "chat template"), (adapter, "merge it"),
+    for name, complaint in ((str(tmp_path / "mute"), "chat template"), (adapter, "does not name"),
                             (words, "tokenizer, .* encodes .* and decodes it as"),
                             (short, "resize_token"),
                             (str(tmp_path), "cannot load"), ("no-such-model", "not a folder here"),
@@ -286,5 +286,5 @@ def test_adapters_are_refused():
     layer.up_proj.base_layer = torch.nn.Linear(2, 2)  # as peft wraps a layer
     for use in (lambda: actor_critic(lm.model, lm.tokenizer),
                 lambda: train.Learner(lm, train.Config())):
-        with pytest.raises(ValueError, match="an adapter, such as LoRA's, that is not merged"):
+        with pytest.raises(ValueError, match="an adapter of another program, that is not merged"):
             use()

@@ -372,11 +372,12 @@ def print_memory(lm, learners, peak):
     for algo, learner in learners.items():
         state = 2 if learner.config.optim_state_dtype == "bfloat16" else 4  # bytes per number
         trained = [p for p in lm.model.parameters() if p.requires_grad]
-        reference = [*trained] if learner.config.beta else []  # what is frozen is shared
+        # copies share what is frozen
+        reference, critic = trained if learner.config.beta else [], []
         if isinstance(learner, PPOTurns):
-            trained += [p for p in learner.critic.backbone.parameters() if p.requires_grad]
-        kept[algo] = sum(p.nbytes for p in [*lm.model.parameters(), *reference])
-        for p in trained:  # gradient, moments, and the float32 master of a 16-bit parameter
+            critic = [p for p in learner.critic.backbone.parameters() if p.requires_grad]
+        kept[algo] = sum(p.nbytes for p in [*lm.model.parameters(), *reference, *critic])
+        for p in [*trained, *critic]:  # gradient, moments, and the float32 master of a 16-bit parameter
             size = p.element_size()
             kept[algo] += p.numel() * (max(size, state) + 2 * state + (4 if size == 2 else 0))
     print("memory kept throughout, computed: "
