@@ -906,6 +906,51 @@ def test_rollout_does_not_depend_on_slots_workers_or_worker_deaths(context):
         assert again == play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)[0]
 
 
+SLOW_HOUSE = """
+import os, time
+from environments.house import House
+
+class Slow(House):
+    asynchronous = True
+
+    def reset(self, task):
+        self.waits = task == "{}"
+        return super().reset(task)
+
+    def step(self, action):
+        while self.waits and not os.path.exists("go"):
+            time.sleep(0.01)
+        return super().step(action)
+"""
+
+
+@CONTEXTS
+def test_asynchronous_rollout_waits_for_no_slow_game_and_is_the_same_up_to_rounding(
+        context, tmp_path, monkeypatch):
+    (tmp_path / f"{tmp_path.name}.py").write_text(SLOW_HOUSE.format(GAMES[2]))
+    monkeypatch.chdir(tmp_path)
+    lm = random_model("qwen3", 1)
+    whole, _ = play(lm, "kv", context, 1.0)
+    with contextlib.closing(Pool(f"{tmp_path.name}:Slow", {"horizon": 6}, workers=2)) as pool:
+        sampler = Sampler(lm, "kv", context, 9)
+        for max_num_seqs in (None, 3):
+            again, over = [], []
+            for traj, turns, _ in rollout_module.trajectories(
+                    sampler, GAMES, pool, seed=(3,), max_num_seqs=max_num_seqs):
+                again += turns
+                over.append(traj)
+                if len(over) == len(GAMES) - 1:
+                    (tmp_path / "go").touch()
+            assert over[-1] == 2
+            (tmp_path / "go").unlink()
+            again.sort(key=lambda turn: (turn.traj, turn.turn))
+            assert [t.text for t in again] == [t.text for t in whole]
+            same_tokens_and_values(again, whole)
+        some = rollout(sampler, GAMES, pool, seed=(3,), interrupted=lambda: len(pool.games) == 1)
+        assert some and 2 not in {t.traj for t in some} and not pool.games and not sampler.busy
+        (tmp_path / "go").touch()
+
+
 @pytest.mark.parametrize("engine", ["kv", "hf"])
 def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
     lm = random_model("qwen2", 1)
