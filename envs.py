@@ -95,6 +95,9 @@ class Env:
         won             True or False; default: whether the return of an episode that is over is
                         above 0, so an environment with partial rewards needs it
         score           from 0 to 1; default: 1 if won
+        metrics         numbers of your own so far in this episode, such as {"calls": 3}. Of each
+                        name, the last value is averaged over the episodes that have one, and is
+                        logged as env/calls, in training and in evaluations
 
     You may write, beside values for the attributes below,
 

@@ -691,6 +691,7 @@ class Turn:
     action: object  # text, or anything else that JSON can hold
     end: End | None = None  # of the last turn: why the episode ended (it is what `done` asks)
     obs: object = ""  # the observation, text or chat messages, of which `messages` were made
+    metrics: dict = field(default_factory=dict)  # the environment's own, so far in this episode
     advantage: float = field(default=float("nan"), compare=False)  # normalized; set by an update
 
     @property
@@ -753,7 +754,7 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
             # (the pool has filled in what the environment left out of info)
             invalid=not valid, admissible=builder.accepts(action, valid), won=info["won"],
             score=info["score"], category=info["category"], messages=messages, text=text,
-            action=action, obs=builder.obs))
+            action=action, obs=builder.obs, metrics=info.get("metrics", {})))
         builder.record(action, obs, info)
         if sampler.context == "full":
             conversation = conversation + ids + response.ids

@@ -240,6 +240,26 @@ def test_reward_that_is_no_number_is_named(reward):
         pool.gather([0])
 
 
+@pytest.mark.parametrize("metrics, says", [
+    ({"calls": "3"}, r"metrics\['calls'\] is '3', not a finite number"),
+    ({"calls": float("nan")}, r"metrics\['calls'\] is nan, not a finite number"),
+    ({"calls": None}, r"metrics\['calls'\] is None, not a finite number"),
+    ({None: 3}, "a name of metrics is None, not a string"),
+    ([3], r"metrics is \[3\], not a dict of numbers")])
+def test_metrics_that_are_no_numbers_are_named(metrics, says):
+    class Bad(envs.Env):
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("?", {})
+        step = lambda self, action: ("?", 0.0, False, False, {"metrics": metrics})
+
+    pool = Pool(Bad)
+    pool.start(0, 1)
+    assert "metrics" not in pool.gather([0])[0][1]
+    pool.step(0, "x")
+    with pytest.raises(envs.GameError, match=f"Bad: game 1 failed in turn 1: ValueError: {says}"):
+        pool.gather([0])
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """Makes a module of a frozen lake, in which some text is replaced -> the name for --env."""

@@ -118,9 +118,17 @@ def obs_text(obs) -> str:
     return obs if isinstance(obs, str) else "\n\n".join(m["content"] for m in obs)
 
 
-def as_info(info, env, task, category, won):
+def as_metrics(metrics):
+    """{name: number}, as text and float."""
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics is {metrics!r:.200}, not a dict of numbers")
+    return {as_text(name, "a name of metrics"): as_number(x, f"metrics[{name!r}]")
+            for name, x in metrics.items()}
+
+
+def as_info(info, env, task, category, won, metrics=()):
     """An info with all of its parts. `task`, `category` and `won`: what they are unless info has
-    them."""
+    them. `metrics`: those so far, to which info's are added; without any, info has none."""
     if not isinstance(info, Mapping):
         raise ValueError(f"info is {info!r}, not a dict")
     commands = info.get("admissible")
@@ -137,8 +145,10 @@ def as_info(info, env, task, category, won):
     score = as_number(info.get("score", won), "score")
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
         raise ValueError(f"score is {score}, not a number from 0 to 1")
+    metrics = dict(metrics) | as_metrics(info.get("metrics", {}))
     return {"admissible": commands, "task": as_text(info.get("task", task), "task"),
-            "category": as_action(category), "won": won, "score": score}
+            "category": as_action(category), "won": won, "score": score,
+            **({"metrics": metrics} if metrics else {})}
 
 
 def parts_of(answer, method, names):
@@ -158,6 +168,7 @@ class Played:
     first: dict  # its first info
     turns: int = 0
     total: float = 0.0  # the rewards so far
+    metrics: dict = field(default_factory=dict)  # the latest value of each
 
 
 class EnvWorker:
@@ -187,7 +198,7 @@ class EnvWorker:
         env, obs, info = self.ready.pop(number)
         obs = as_observation(obs, env, begins=True)
         info = as_info(info, env, task=obs_text(obs), category=None, won=False)
-        self.playing[number] = Played(env, info)
+        self.playing[number] = Played(env, info, metrics=info.get("metrics", {}))
         return obs, info
 
     def step(self, number, action):
@@ -205,7 +216,8 @@ class EnvWorker:
             self.drop(number)
         obs = as_observation(obs, game.env, begins=False)
         info = as_info(info, game.env, game.first["task"], game.first["category"],
-                       won=over and game.total > 0)
+                       won=over and game.total > 0, metrics=game.metrics)
+        game.metrics = info.get("metrics", {})
         return obs, reward, terminated, truncated, info
 
     def drop(self, number, argument=None):
