@@ -86,10 +86,10 @@ def episode_record(env, game, turns, builder) -> dict:
 
 def mean_metrics(episodes) -> dict:
     """The environment's own metrics, {"env/NAME": mean over the episodes that have NAME}, of rows
-    that have {NAME: number} as "metrics"."""
+    that may have {NAME: number} as "metrics"."""
     numbers = {}
     for episode in episodes:
-        for name, number in episode["metrics"].items():
+        for name, number in episode.get("metrics", {}).items():
             numbers.setdefault(f"env/{name}", []).append(number)
     return {name: mean_or_zero(numbers[name]) for name in sorted(numbers)}
 

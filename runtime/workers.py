@@ -577,7 +577,8 @@ class WorkerPool:
                 game.answer = answer
                 game.losses = 0
 
-    def say_who_waits(self, seconds, tasks):
+    def say_who_waits(self, seconds, games):
+        tasks = [game.task for game in games[:4]]
         print(f"{self.name}: no answer for {seconds} seconds in {tasks}", file=sys.stderr,
               flush=True)
 
@@ -587,7 +588,7 @@ class WorkerPool:
         if seconds > patience:
             self.replace(game.worker, f"gave no answer for {patience} seconds", [game])
         elif seconds > self.warn_after and not game.warned:
-            self.say_who_waits(self.warn_after, [game.task])
+            self.say_who_waits(self.warn_after, [game])
             game.warned = True
 
     # ---- the workers
@@ -615,26 +616,23 @@ class WorkerPool:
         return self.remedy.format(shlex.quote(str(game.task)))
 
     def unanswered(self, w):
-        """The first few games that wait for a worker."""
-        return [game.task for game in self.games_of(w) if game.answer is None][:4]
-
-    def at_work(self, w):
-        """The games that a worker is at work on: the first one that waits or, if they are
-        asynchronous, all that wait."""
-        waiting = [game for game in self.games_of(w) if game.answer is None]
-        return waiting if self.env.asynchronous else waiting[:1]
+        """The games that wait for a worker. It is at work on the first one or, if they are
+        asynchronous, on all."""
+        return [game for game in self.games_of(w) if game.answer is None]
 
     def replace(self, w, why, lost_by=None):
         """Starts another worker in the place of a lost one and replays its games. `lost_by`: the
         games by one of which it was lost; default: those that it was at work on."""
-        lost_by = self.at_work(w) if lost_by is None else lost_by
+        waiting = self.unanswered(w)
+        if lost_by is None:
+            lost_by = waiting if self.env.asynchronous else waiting[:1]
         for game in lost_by:
             game.losses += 1
         game = max(lost_by, key=lambda game: game.losses, default=None)  # None: all had answered
         if game and game.losses > 3:
             raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row, at game "
-                            f"{game.task}{game.when}. These games waited: {self.unanswered(w)}"
-                            f"{self.remedy_for(game)}")
+                            f"{game.task}{game.when}. These games waited: "
+                            f"{[game.task for game in waiting[:4]]}{self.remedy_for(game)}")
         self.end(self.procs[w])
         self.conns[w].close()
         self.spawn(w)

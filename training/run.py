@@ -450,7 +450,7 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
                             for turn in turns])
     ends = [row for row in rows if row["done"]]
     ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True,
-              "category": None, "metrics": {}}] * (episodes - len(ends))
+              "category": None}] * (episodes - len(ends))
     won = {name: [] for name in categories.values()}
     for row in ends:
         if row["category"] is not None:
