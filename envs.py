@@ -95,6 +95,9 @@ class Env:
         won             True or False; default: whether the return of an episode that is over is
                         above 0, so an environment with partial rewards needs it
         score           from 0 to 1; default: 1 if won
+        metrics         numbers of your own so far in this episode, such as {"calls": 3}. Of each
+                        name, the last value is averaged over the episodes that have one, and is
+                        logged as env/calls, in training and in evaluations
 
     You may write, beside values for the attributes below,
 
@@ -118,7 +121,15 @@ class Env:
     The pool truncates an episode after `horizon` turns, and checks every answer. (Lone surrogates
     are replaced, NumPy types are allowed, a command must be one that parse_action can read.)
     Whatever is wrong, and any exception, becomes a GameError with the game and the turn. A worker
-    that does not answer for `patience` seconds is replaced."""
+    that does not answer for `patience` seconds is replaced.
+
+    The games of a worker are played one after the other, and answers are taken after a fixed number
+    of decoding steps, so that a rollout repeats to the last bit. Where steps take long, and some
+    much longer than others (a browser, a compiler, another model), set `asynchronous = True`: each
+    game has a thread in its worker, and answers are taken when they come. A rollout then repeats up
+    to rounding, which sooner or later flips a token, and --resume is not exact. The class must be
+    in a module, because this needs workers; and what its objects share, such as the generator of
+    the module random, is used by many threads at once."""
 
     # the game
     flags = ()  # train.py's settings that the constructor takes
@@ -143,6 +154,7 @@ class Env:
     # worker processes
     patience = 600  # seconds after which a silent worker is replaced
     workers = None  # worker processes per rank; None: as many as there are cores
+    asynchronous = False  # whether each game has a thread, so that no game waits for a slow one
 
     @classmethod
     def prompt_builder(cls, obs, info):

@@ -80,7 +80,18 @@ def episode_record(env, game, turns, builder) -> dict:
             "truncated": unplayed or turns[-1].truncated,
             "context_overflow": unplayed or turns[-1].context_overflow,
             "valid_actions": mean_or_zero([not turn.invalid for turn in turns]),
+            "metrics": info.get("metrics", {}),
             "actions": [turn.action for turn in turns], "responses": [turn.text for turn in turns]}
+
+
+def mean_metrics(episodes) -> dict:
+    """The environment's own metrics, {"env/NAME": mean over the episodes that have NAME}, of rows
+    that may have {NAME: number} as "metrics"."""
+    numbers = {}
+    for episode in episodes:
+        for name, number in episode.get("metrics", {}).items():
+            numbers.setdefault(f"env/{name}", []).append(number)
+    return {name: mean_or_zero(numbers[name]) for name in sorted(numbers)}
 
 
 def sampler_for(lm, settings, temperature=1.0):
@@ -100,16 +111,18 @@ def evenly_spaced(ids, limit):
 
 
 def report(records, when="after", temperature=None) -> dict:
-    """Success, number of games, mean score, and success by category, as eval.json has them. The
-    keys come from runtime/report.py's key_of: "success" after training at the usual temperature,
-    "success_before_at_1" before training at temperature 1."""
+    """Success, number of games, mean score, success by category, and the environment's own metrics
+    ("env/NAME"), as eval.json has them. The keys come from runtime/report.py's key_of: "success"
+    after training at the usual temperature, "success_before_at_1" before training at temperature
+    1."""
     categories = sorted({r["category"] for r in records}, key=str)
     won = {c: mean_or_zero([r["won"] for r in records if r["category"] == c]) for c in categories}
     key = functools.partial(key_of, when=when, temperature=temperature)
     return {key("success"): mean_or_zero([r["won"] for r in records]),
             key("n"): len(records),
             key("score"): mean_or_zero([r["score"] for r in records]),
-            f"{key('success')}_by_category": won}
+            f"{key('success')}_by_category": won,
+            **{key(name): mean for name, mean in mean_metrics(records).items()}}
 
 
 def without(ids, leave_out) -> list:
@@ -373,7 +386,8 @@ def print_summary(settings, records, played):
     for category, share in result["success_by_category"].items():
         if category is not None:  # there are games without one
             shares[category] = share
-    rest = ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
+    rest = ", ".join([*(f"{name} {100 * share:.1f}" for name, share in shares.items()),
+                      *(f"{name} {mean:.4g}" for name, mean in mean_metrics(records).items())])
     print(f"{settings.model}, {settings.split}, T = {settings.temperature:g}, {len(records)} "
           f"games: success {success.text()}, {rest}")
     if context_overflow := sum(record["context_overflow"] for record in played):

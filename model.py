@@ -52,9 +52,11 @@ def restricted_log_softmax(logits: torch.Tensor, value_ids) -> torch.Tensor:
 
 
 def entropy(logp: torch.Tensor, value_ids) -> torch.Tensor:
-    """The entropy in nats of restricted log-probs, (..., W) -> (...), with 0 * -inf = 0."""
+    """The entropy in nats of restricted log-probs, (..., W) -> (...), with 0 * -inf = 0: for the
+    two reserved tokens, and for any other whose logit is -inf."""
     value_ids = torch.as_tensor(value_ids, device=logp.device)
-    return -(logp.exp() * logp.index_fill(-1, value_ids, 0.0)).sum(-1)
+    finite = logp.clamp(min=torch.finfo(logp.dtype).min).index_fill(-1, value_ids, 0.0)
+    return -(logp.exp() * finite).sum(-1)
 
 
 # --------------------------------------------------------------------------------------- batches

@@ -698,6 +698,7 @@ class Turn:
     action: object  # text, or anything else that JSON can hold
     end: End | None = None  # of the last turn: why the episode ended (it is what `done` asks)
     obs: object = ""  # the observation, text or chat messages, of which `messages` were made
+    metrics: dict = field(default_factory=dict)  # the environment's own, so far in this episode
     advantage: float = field(default=float("nan"), compare=False)  # normalized; set by an update
 
     @property
@@ -760,7 +761,7 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
             # (the pool has filled in what the environment left out of info)
             invalid=not valid, admissible=builder.accepts(action, valid), won=info["won"],
             score=info["score"], category=info["category"], messages=messages, text=text,
-            action=action, obs=builder.obs))
+            action=action, obs=builder.obs, metrics=info.get("metrics", {})))
         builder.record(action, obs, info)
         if sampler.context == "full":
             conversation = conversation + ids + response.ids
@@ -793,7 +794,8 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     Games compute while the model decodes. The answer to an action is collected a fixed number of
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
     than for the model. The clock plays no role, so a rollout with the same weights repeats to the
-    last bit."""
+    last bit. Answers of an asynchronous environment (envs.Env) are collected as they come, so such
+    a rollout repeats up to rounding."""
     trajs = [*(range(len(tasks)) if trajs is None else trajs)]
     if not len(tasks) == len(trajs) == len({*trajs}):
         raise ValueError(f"{len(tasks)} tasks need as many different numbers, and trajs has "
@@ -811,6 +813,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first
+    asynchronous = pool.env.asynchronous
     sampler.forget()
 
     def go_on(traj, answer):
@@ -832,9 +835,9 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 go_on(traj, None)  # up to its first request
             pool.load([task for _, task in waiting[:16]])  # in the background
 
-            # decode until the oldest request is due; if there is none, for as many steps, so that
-            # `interrupted` is asked often enough
-            oldest = pending[0][1] if pending else sampler.steps
+            # decode until the oldest request is due; if none ever is, for as many steps, so that
+            # answers that come, and `interrupted`, are asked for often enough
+            oldest = pending[0][1] if pending and not asynchronous else sampler.steps
             steps = oldest + ENV_LATENCY_STEPS - sampler.steps
             for traj, response in sampler.run(steps):
                 go_on(traj, response)
@@ -842,10 +845,13 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
 
             # collect the games' answers: all of them if more episodes wait for games than for the
             # model, else those that are due. `pending` is in the order of the requests
-            all_due = len(pending) > sampler.busy
-            due = [traj for traj, step in pending
-                   if all_due or step + ENV_LATENCY_STEPS <= sampler.steps]
-            del pending[:len(due)]
+            if asynchronous:  # those that are there; wait if there is nothing to decode meanwhile
+                due = pool.answered([traj for traj, _ in pending], seconds=0 if sampler.busy else 1)
+            else:
+                all_due = len(pending) > sampler.busy
+                due = [traj for traj, step in pending
+                       if all_due or step + ENV_LATENCY_STEPS <= sampler.steps]
+            pending = [(traj, step) for traj, step in pending if traj not in due]
             for traj, answer in zip(due, pool.gather(due)):
                 try:
                     go_on(traj, answer)

@@ -168,16 +168,29 @@ def safe_max(x: Tensor) -> Tensor:
     return x.detach().amax() if x.numel() else x.new_zeros(())
 
 
+LOG_RATIO_LIMIT = 20.0  # of a token, in nats
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """Log-ratios of two policies, limited to +-LOG_RATIO_LIMIT, so that exp() of them is finite.
+    Beyond the limit they have no gradient. A token that is e^20 times as likely as it was when it
+    was drawn was no sample of that policy: in the unclipped branch of Eq. 9, its gradient of 5e8
+    times the advantage would be the whole step."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def policy_loss(logp: Tensor, logp_old: Tensor, adv: Tensor, mask: Tensor | None = None, *,
                 clip: float, denom=None) -> tuple[Tensor, dict]:
     """Eq. 8-9 -> (loss, info: ratio_max, clip_fraction).
 
     Four tensors of one shape, (M,) or (B, T): current and old log-probs of the sampled tokens, the
     advantage of each token (its turn's), and a mask of response tokens (None: all are). What is in
-    `info` is divided by `denom`, too, so that it can be summed."""
+    `info` is divided by `denom`, too, so that it can be summed. The log of a ratio is limited to
+    +-20, and has no gradient beyond: loss and gradient are finite for any finite log-probs."""
     check_shapes(logp, logp_old, adv, mask)
     denom = denominator(denom, mask, logp)
-    ratio = masked(mask, logp - logp_old).exp()  # Eq. 8; masked first, as padding may hold anything
+    log_ratio = masked(mask, logp - logp_old)  # masked first, as padding may hold anything
+    ratio = limited(log_ratio).exp()  # Eq. 8
     adv = masked(mask, adv)
     unclipped, clipped = ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv
     loss = -torch.minimum(unclipped, clipped).sum() / denom  # Eq. 9
@@ -207,8 +220,8 @@ def value_loss(p: Tensor, p_old: Tensor, y: Tensor, *, clip: float, valid: Tenso
 
 def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
     """The k3 estimator of the KL to the reference, per token: r - 1 - log r >= 0, r = pi_ref / pi
-    (J. Schulman, Approximating KL Divergence, 2020)."""
-    log_r = logp_ref - logp
+    (J. Schulman, Approximating KL Divergence, 2020). log r is limited as in policy_loss."""
+    log_r = limited(logp_ref - logp)
     return log_r.expm1() - log_r  # exp(x) - 1 would be mostly rounding error near 0
 
 

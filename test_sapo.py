@@ -109,6 +109,15 @@ def test_policy_and_entropy_exclude_the_two_reserved_tokens(seed):
     assert torch.equal(restricted_log_softmax(wild, ids), logp)
 
 
+def test_entropy_is_finite_where_a_logit_is_minus_infinity():
+    logits, ids = torch.tensor([[1.0, -INF, 2.0, 5.0, 0.0]]), (3, 4)
+    h = lambda z: entropy(restricted_log_softmax(z, ids), ids)
+    without = logits[:, [0, 2, 3, 4]]
+    assert torch.equal(h(logits), entropy(restricted_log_softmax(without, (2, 3)), (2, 3)))
+    slope, = grad(lambda z: h(z).sum(), logits)
+    assert slope[0, 0] > 0 > slope[0, 2] and not slope[0, [1, 3, 4]].any()
+
+
 def test_sixteen_bit_logits_give_a_float32_policy():
     for logits in (torch.linspace(-9, 9, 40).bfloat16(), torch.linspace(-9, 9, 40).half()):
         logp = restricted_log_softmax(logits, (1, 2))
@@ -276,6 +285,33 @@ def test_clipped_ratio_has_a_gradient_only_back_towards_the_clip_range(ratio, ad
     logp = tensor([[math.log(ratio)]])
     close(grad(lambda z: f(z)[0], logp)[0], tensor([[-ratio * adv * flows]]))
     assert f(logp)[1]["clip_fraction"] == 1 - flows
+
+
+WILD = [-INF, -1000, -99, -20.1, -19.9, -1, 0, 0.1, 1, 19.9, 20.1, 50, 99, 1000, INF]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("adv", [-1.5, 0.0, 1.5])
+def test_losses_and_gradients_are_finite_for_every_log_ratio(adv, dtype):
+    """Up to 20 they are those of the formulas, to the bit; beyond it the loss is that of 20, and
+    there is no gradient."""
+    x, old = torch.tensor(WILD, dtype=dtype), torch.zeros(len(WILD), dtype=dtype)
+    inside, at_20 = x.abs() < 20, x.clamp(-20, 20)
+
+    def plain(z):
+        return -torch.minimum(z.exp() * adv, z.exp().clamp(0.8, 1.2) * adv).sum()
+
+    limited = lambda z: policy_loss(z, old, adv * torch.ones_like(z), clip=0.2, denom=1)[0]
+    for loss, formula in ((limited, plain),
+                          (lambda z: kl_loss(old, z, denom=1), lambda z: (z.expm1() - z).sum())):
+        assert torch.equal(loss(x), formula(at_20)) and loss(x).isfinite()
+        slope, expected = grad(loss, x)[0], grad(formula, at_20)[0]
+        assert torch.equal(slope[inside], expected[inside]) and not slope[~inside].any()
+    info = policy_loss(x, old, adv + old, clip=0.2)[1]
+    assert all(number.isfinite() for number in info.values())
+    whole = dict.fromkeys(TURNS, old) | dict(entropy=old, logp_old=old, logp_ref=-x, adv=adv + old)
+    loss = lambda z: sapo_loss(z, **whole, beta=1.0)[0]
+    assert loss(x).isfinite() and grad(loss, x)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("p, y, flows", [
@@ -868,6 +904,51 @@ def test_rollout_does_not_depend_on_slots_workers_or_worker_deaths(context):
             again = rollout(Sampler(lm, "kv", context, 9), GAMES, pool, seed=(3,),
                             max_num_seqs=max_num_seqs)
         assert again == play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)[0]
+
+
+SLOW_HOUSE = """
+import os, time
+from environments.house import House
+
+class Slow(House):
+    asynchronous = True
+
+    def reset(self, task):
+        self.waits = task == "{}"
+        return super().reset(task)
+
+    def step(self, action):
+        while self.waits and not os.path.exists("go"):
+            time.sleep(0.01)
+        return super().step(action)
+"""
+
+
+@CONTEXTS
+def test_asynchronous_rollout_waits_for_no_slow_game_and_is_the_same_up_to_rounding(
+        context, tmp_path, monkeypatch):
+    (tmp_path / f"{tmp_path.name}.py").write_text(SLOW_HOUSE.format(GAMES[2]))
+    monkeypatch.chdir(tmp_path)
+    lm = random_model("qwen3", 1)
+    whole, _ = play(lm, "kv", context, 1.0)
+    with contextlib.closing(Pool(f"{tmp_path.name}:Slow", {"horizon": 6}, workers=2)) as pool:
+        sampler = Sampler(lm, "kv", context, 9)
+        for max_num_seqs in (None, 3):
+            again, over = [], []
+            for traj, turns, _ in rollout_module.trajectories(
+                    sampler, GAMES, pool, seed=(3,), max_num_seqs=max_num_seqs):
+                again += turns
+                over.append(traj)
+                if len(over) == len(GAMES) - 1:
+                    (tmp_path / "go").touch()
+            assert over[-1] == 2
+            (tmp_path / "go").unlink()
+            again.sort(key=lambda turn: (turn.traj, turn.turn))
+            assert [t.text for t in again] == [t.text for t in whole]
+            same_tokens_and_values(again, whole)
+        some = rollout(sampler, GAMES, pool, seed=(3,), interrupted=lambda: len(pool.games) == 1)
+        assert some and 2 not in {t.traj for t in some} and not pool.games and not sampler.busy
+        (tmp_path / "go").touch()
 
 
 @pytest.mark.parametrize("engine", ["kv", "hf"])

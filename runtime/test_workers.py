@@ -122,7 +122,8 @@ def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(pool.env, "patience", 2)
         for task, action in ((10, "wait"), (5, "north"), (15, "north")):
             pool.step(task, action)
-        assert len(pool.gather(ids)) == 3 and pool.losses == [0]
+        assert len(pool.gather(ids)) == 3
+        assert not any(game.losses for game in pool.games.values())
     assert "slow:FrozenLake: no answer for 1 seconds in [10, 5, 15]" in capsys.readouterr().err
 
 
@@ -239,6 +240,26 @@ def test_reward_that_is_no_number_is_named(reward):
         pool.gather([0])
 
 
+@pytest.mark.parametrize("metrics, says", [
+    ({"calls": "3"}, r"metrics\['calls'\] is '3', not a finite number"),
+    ({"calls": float("nan")}, r"metrics\['calls'\] is nan, not a finite number"),
+    ({"calls": None}, r"metrics\['calls'\] is None, not a finite number"),
+    ({None: 3}, "a name of metrics is None, not a string"),
+    ([3], r"metrics is \[3\], not a dict of numbers")])
+def test_metrics_that_are_no_numbers_are_named(metrics, says):
+    class Bad(envs.Env):
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("?", {})
+        step = lambda self, action: ("?", 0.0, False, False, {"metrics": metrics})
+
+    pool = Pool(Bad)
+    pool.start(0, 1)
+    assert "metrics" not in pool.gather([0])[0][1]
+    pool.step(0, "x")
+    with pytest.raises(envs.GameError, match=f"Bad: game 1 failed in turn 1: ValueError: {says}"):
+        pool.gather([0])
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """Makes a module of a frozen lake, in which some text is replaced -> the name for --env."""
@@ -321,6 +342,159 @@ def test_what_a_game_prints_fails_in_no_locale(own, monkeypatch):
     with contextlib.closing(Pool(name, workers=1)) as pool:
         pool.start(0, 5)
         assert pool.gather([0])
+
+
+# ---- asynchronous games
+
+@pytest.fixture
+def slow(own, monkeypatch):
+    """Makes a pool of an asynchronous frozen lake, whose first step does what is given, and that
+    fails the test if it waits for two minutes."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the pool waits forever"))
+    signal.alarm(120)
+    with contextlib.ExitStack() as stack:
+        def make(first_step="pass", workers=1, *changes):
+            name = own(("    role =", "    asynchronous = True\n    role ="),
+                       ("self.turn += 1", f"self.turn += 1\n        {first_step}"), *changes)
+            return stack.enter_context(contextlib.closing(Pool(name, workers=workers)))
+        yield make
+        signal.alarm(0)
+
+
+WAIT_FOR = """import time
+        while action == 'wait' and not os.path.exists('go'):
+            time.sleep(0.01)"""
+LAKES = range(5, 40, 5)
+
+
+def play_lakes(pool, tasks, turns=4, disturb=lambda turn: None):
+    """Plays some turns -> {task: answers}."""
+    for task in tasks:
+        pool.start(task, task)
+    answers = {task: pool.gather([task]) for task in tasks}
+    for turn in range(turns):
+        going = [task for task in tasks if task in pool.games]
+        for task in going:
+            pool.step(task, random.Random(f"{task} {turn}").choice(["north", "east", "south"]))
+        disturb(turn)
+        for task in going:
+            answers[task] += pool.gather([task])
+    return answers
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_asynchronous_games_answer_as_others_do_whatever_happens_to_workers(slow, own, workers):
+    expected = play_lakes(Pool(own()), LAKES)
+    pool = slow(workers=workers)
+    for order in (1, -1):  # the second time in used environments
+        pool.load([*LAKES])
+        assert play_lakes(pool, LAKES[::order]) == expected
+    kill = lambda turn: pool.procs[turn % workers].kill()
+    assert play_lakes(pool, LAKES, disturb=kill) == expected
+    for task in LAKES:
+        pool.start(task, task)
+        pool.drop(task)
+    assert play_lakes(pool, LAKES) == expected
+
+
+def test_no_asynchronous_game_waits_for_a_slow_one(slow):
+    pool = slow(WAIT_FOR)
+    for task in LAKES:
+        pool.start(task, task)
+    pool.gather(LAKES)
+    others = [*LAKES[1:]]
+    pool.step(LAKES[0], "wait")
+    for task in others:
+        pool.step(task, "north")
+    answered = []
+    while len(answered) < len(others):
+        answered = pool.answered(LAKES, seconds=1)
+    assert answered == others == pool.answered(LAKES, seconds=1)
+    open("go", "x").close()
+    assert len(pool.gather(LAKES)) == len(LAKES)
+
+
+def test_every_asynchronous_game_has_a_thread_of_its_own(slow):
+    """It alone makes the environment, plays in it and closes it, also for later games."""
+    pool = slow("self.note()", 1, ("    def reset(self, task):", """    def __init__(self):
+        self.number = os.urandom(8).hex()
+        self.note()
+
+    def note(self):
+        import threading
+        with open("threads", "a") as file:
+            print(self.number, threading.get_ident(), file=file)
+
+    close = note
+
+    def reset(self, task):
+        self.note()"""))
+    for _ in range(3):
+        play_lakes(pool, LAKES)
+        for task in [*pool.games]:
+            pool.drop(task)
+    pool.close()
+    lines = [line.split() for line in pathlib.Path("threads").read_text().splitlines()]
+    threads = {number: {thread for n, thread in lines if n == number} for number, _ in lines}
+    assert len(threads) >= len(LAKES) and all(len(used) == 1 for used in threads.values())
+
+
+def test_failures_of_asynchronous_games_are_named_and_leave_the_others_alone(slow):
+    pool = slow("if action in ('raise', 'stop'): raise {'raise': OSError('x'), "
+                "'stop': KeyboardInterrupt('y')}[action]")
+    for action, says in (("raise", "OSError: x"), ("stop", "KeyboardInterrupt: y")):
+        for task in LAKES:
+            pool.start(task, task)
+        pool.gather(LAKES)
+        pool.step(10, action)
+        pool.step(5, "north")
+        with pytest.raises(envs.GameError, match=f"game 10 failed in turn 1: {says} "):
+            pool.gather([10])
+        assert len(pool.gather([5])[0]) == 5
+
+
+@pytest.mark.parametrize("deed, says", [
+    ("os._exit(1)", "a worker died with status 1, the fourth one lost in a row, at game 10"),
+    ("import time; time.sleep(1e6)", "gave no answer for 2 seconds, the fourth .*, at game 10")])
+def test_asynchronous_game_that_kills_or_hangs_is_named_though_the_others_answer(
+        slow, monkeypatch, deed, says):
+    pool = slow(f"if action == 'bad': {deed}")
+    monkeypatch.setattr(pool.env, "patience", 2 if "sleep" in deed else 600)
+    monkeypatch.setattr("runtime.workers.GRACE", 0.5)
+    for task in LAKES:
+        pool.start(task, task)
+    pool.gather(LAKES)
+    pool.step(10, "bad")
+    with pytest.raises(envs.GameError, match=says):
+        for turn in range(10 ** 6):  # the others play on meanwhile
+            for task in pool.answered([*pool.games], seconds=1):
+                pool.gather([task])
+                if task in pool.games:
+                    pool.step(task, "nowhere")
+
+
+def test_asynchronous_game_that_takes_long_is_named_once(slow, monkeypatch, capsys):
+    pool = slow(WAIT_FOR)
+    monkeypatch.setattr(pool, "warn_after", 0.1)
+    pool.start(5, 5)
+    pool.gather([5])
+    capsys.readouterr()
+    pool.step(5, "wait")
+    for _ in range(3):
+        pool.answered([5], seconds=0.2)
+    open("go", "x").close()
+    pool.gather([5])
+    assert capsys.readouterr().err.count("no answer for 0.1 seconds in [5]") == 1
+
+
+def test_asynchronous_games_need_workers(own):
+    name = own(("    role =", "    asynchronous = True\n    role ="))
+    assert default_workers(name) > 0
+    with pytest.raises(ValueError, match="FrozenLake is asynchronous, which needs worker proc"):
+        Pool(name)
+    Mine = type("Mine", (envs.env_class(name),), {"__module__": "__main__"})
+    with pytest.raises(ValueError, match="a class in a module"):
+        Pool(Mine, workers=default_workers(Mine))
 
 
 # ---- what workers leave

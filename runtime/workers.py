@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 
 
 class GameError(RuntimeError):
@@ -118,9 +118,17 @@ def obs_text(obs) -> str:
     return obs if isinstance(obs, str) else "\n\n".join(m["content"] for m in obs)
 
 
-def as_info(info, env, task, category, won):
+def as_metrics(metrics):
+    """{name: number}, as text and float."""
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics is {metrics!r:.200}, not a dict of numbers")
+    return {as_text(name, "a name of metrics"): as_number(x, f"metrics[{name!r}]")
+            for name, x in metrics.items()}
+
+
+def as_info(info, env, task, category, won, metrics=()):
     """An info with all of its parts. `task`, `category` and `won`: what they are unless info has
-    them."""
+    them. `metrics`: those so far, to which info's are added; without any, info has none."""
     if not isinstance(info, Mapping):
         raise ValueError(f"info is {info!r}, not a dict")
     commands = info.get("admissible")
@@ -137,8 +145,10 @@ def as_info(info, env, task, category, won):
     score = as_number(info.get("score", won), "score")
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
         raise ValueError(f"score is {score}, not a number from 0 to 1")
+    metrics = dict(metrics) | as_metrics(info.get("metrics", {}))
     return {"admissible": commands, "task": as_text(info.get("task", task), "task"),
-            "category": as_action(category), "won": won, "score": score}
+            "category": as_action(category), "won": won, "score": score,
+            **({"metrics": metrics} if metrics else {})}
 
 
 def parts_of(answer, method, names):
@@ -158,6 +168,7 @@ class Played:
     first: dict  # its first info
     turns: int = 0
     total: float = 0.0  # the rewards so far
+    metrics: dict = field(default_factory=dict)  # the latest value of each
 
 
 class EnvWorker:
@@ -187,7 +198,7 @@ class EnvWorker:
         env, obs, info = self.ready.pop(number)
         obs = as_observation(obs, env, begins=True)
         info = as_info(info, env, task=obs_text(obs), category=None, won=False)
-        self.playing[number] = Played(env, info)
+        self.playing[number] = Played(env, info, metrics=info.get("metrics", {}))
         return obs, info
 
     def step(self, number, action):
@@ -205,7 +216,8 @@ class EnvWorker:
             self.drop(number)
         obs = as_observation(obs, game.env, begins=False)
         info = as_info(info, game.env, game.first["task"], game.first["category"],
-                       won=over and game.total > 0)
+                       won=over and game.total > 0, metrics=game.metrics)
+        game.metrics = info.get("metrics", {})
         return obs, reward, terminated, truncated, info
 
     def drop(self, number, argument=None):
@@ -237,6 +249,55 @@ class EnvWorker:
             return GameError(in_words(error))
 
 
+class GameThreads:
+    """Plays the games of an asynchronous environment, each in a thread of its own, so that none
+    waits for another. A thread makes an environment, and is the only one that ever calls it. When
+    its game is over, it takes the next."""
+
+    def __init__(self, conn, *made):
+        self.conn = conn
+        self.made = made  # the arguments of EnvWorker
+        self.lock = threading.Lock()  # of the pipe, and of all below
+        self.inboxes = {}  # of the threads that play a game, by its number
+        self.free = []  # inboxes of the others
+        self.threads = {}  # all, by inbox
+
+    def execute(self, number, requests, wants_answer):
+        """Hands requests to the thread of their game, which sends the answer."""
+        with self.lock:
+            if number not in self.inboxes:
+                self.inboxes[number] = self.free.pop() if self.free else self.start_thread()
+            self.inboxes[number].put((number, requests, wants_answer))
+
+    def start_thread(self):
+        inbox = queue.SimpleQueue()
+        self.threads[inbox] = threading.Thread(
+            target=self.play, args=(inbox, EnvWorker(*self.made)), daemon=True)
+        self.threads[inbox].start()
+        return inbox
+
+    def play(self, inbox, worker):
+        while message := inbox.get():
+            number, requests, wants_answer = message
+            try:
+                answer = worker.execute(number, requests)
+            except KeyboardInterrupt as error:  # the game's own: Ctrl-C reaches no thread
+                answer = GameError(in_words(error))
+            with self.lock, contextlib.suppress(OSError):  # the parent may end
+                if wants_answer:
+                    self.conn.send((number, answer))
+                if inbox.empty() and not worker.ready and not worker.playing:  # the game is over
+                    del self.inboxes[number]
+                    self.free.append(inbox)
+        worker.close()
+
+    def close(self):
+        for inbox in self.threads:
+            inbox.put(None)
+        for thread in self.threads.values():
+            thread.join()
+
+
 def in_words(error):
     """The exception that is being handled: its type, its text, and where it was raised."""
     *_, (frame, line) = traceback.walk_tb(sys.exc_info()[2])
@@ -264,13 +325,15 @@ def worker_main(fd):
         if hasattr(stream, "reconfigure"):  # it may be closed, or replaced
             stream.reconfigure(errors="backslashreplace")
     conn, messages = Connection(fd), queue.PriorityQueue()
-    worker = EnvWorker(*conn.recv())
+    asynchronous, *made = conn.recv()
+    worker = GameThreads(conn, *made) if asynchronous else EnvWorker(*made)
 
     def read():
         try:
             for n in itertools.count():
                 number, requests, wants_answer = conn.recv()
-                messages.put((requests[0][0] == "load", n, number, requests, wants_answer))
+                comes_last = requests[0][0] == "load" and not asynchronous
+                messages.put((comes_last, n, number, requests, wants_answer))
         finally:
             messages.put((False, -1, None, None, False))  # comes next
             time.sleep(GRACE)
@@ -280,9 +343,12 @@ def worker_main(fd):
     threading.Thread(target=read, daemon=True).start()
     with contextlib.suppress(OSError):  # while it sends, the parent may end
         while True:
-            *_, number, requests, wants_answer = messages.get()  # loads come last
+            *_, number, requests, wants_answer = messages.get()
             if not requests:
                 break
+            if asynchronous:
+                worker.execute(number, requests, wants_answer)
+                continue
             answer = worker.execute(number, requests)
             if wants_answer:
                 conn.send((number, answer))
@@ -325,6 +391,9 @@ class OpenGame:
     requests: list = field(default_factory=list)  # all (op, argument), to replay them if need be
     answer: tuple = None  # to the last request; None: not there yet
     order: int = 0  # of the last request, among those of all games
+    asked: float = 0.0  # when it was sent to the worker
+    warned: bool = False  # whether it was said that its answer takes long
+    losses: int = 0  # how often the worker was lost at work on it
     number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
     @property
@@ -342,11 +411,16 @@ class WorkerPool:
         pool.start(key, task); pool.step(key, action)
         pool.parse_action(text)     a response -> (action, valid)
         pool.gather(keys)           their answers, in order: (obs, info), or the five of step()
+        pool.answered(keys, 0)      if games are asynchronous, those that have answered by now
         pool.drop(key)              gives up an unfinished game
 
     A worker that dies, or does not answer within the environment's `patience`, is replaced and its
     games are replayed; the caller does not notice. A GameError names a game that fails, or the
-    games that waited when a worker was lost for the fourth time in a row."""
+    games that waited when a worker was lost for the fourth time in a row.
+
+    Without asynchronous games, a worker plays one after the other, and its patience is for all of
+    them. If they are asynchronous (envs.Env), each has a thread in its worker, and the patience is
+    for each; the worker, with all its games, is replaced for the one that does not answer."""
 
     remedy = ""  # what a GameError says behind the failure, with {} for the game
     warn_after = 60  # seconds without an answer after which the games are named
@@ -354,13 +428,15 @@ class WorkerPool:
     def __init__(self, make, name, env, options=None, workers=0):
         if workers < 0:
             raise ValueError(f"workers is {workers}; it must be 0 or more")
+        if env.asynchronous and not workers:
+            raise ValueError(f"{env.__name__} is asynchronous, which needs worker processes: "
+                             "workers=4 or so, and a class in a module that they can import")
         self.make = make
         self.env = env
         self.options = options or {}
         self.local = None if workers else EnvWorker(make, name, self.options)
         self.name = importable_name(name) if workers else getattr(name, "__name__", name)
-        # by worker: process, pipe, how often it was lost since its last answer
-        self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
+        self.procs, self.conns = [None] * workers, [None] * workers  # by worker: process, pipe
         self.games = {}  # by key
         self.loading = {}  # task: games that are being loaded
         self.loaders = itertools.cycle(range(workers))
@@ -394,9 +470,12 @@ class WorkerPool:
 
     def gather(self, keys):
         games = [self.games[key] for key in keys]
-        for game in games:
+        for key, game in zip(keys, games):
             while game.answer is None:
-                self.receive(game.worker)
+                if self.env.asynchronous:
+                    self.answered([key], seconds=1)
+                else:
+                    self.receive(game.worker)
         for key, game in zip(keys, games):
             if isinstance(game.answer, GameError):
                 raise GameError(f"{self.name}: game {game.task} failed{game.when}: {game.answer}"
@@ -404,6 +483,23 @@ class WorkerPool:
             if any(game.answer[2:4]):  # terminated or truncated
                 del self.games[key]
         return [game.answer for game in games]
+
+    def answered(self, keys, seconds):
+        """The keys of asynchronous games that have answered, in order. If none has, waits up to so
+        many seconds for the first."""
+        start = time.time()
+        games = [self.games[key] for key in keys]
+        waiting = [game for game in games if game.answer is None]
+        workers = {self.conns[game.worker]: game.worker for game in waiting}
+        for conn in wait(workers, seconds if len(waiting) == len(games) else 0):
+            w = workers[conn]
+            while self.conns[w].poll():
+                self.take_answer(w)
+        for game in waiting:
+            if game.answer is None:
+                self.check_patience(game)
+        self.seconds += time.time() - start
+        return [key for key, game in zip(keys, games) if game.answer is not None]
 
     def parse_action(self, text):
         """A response -> (action, valid), by the environment."""
@@ -447,6 +543,9 @@ class WorkerPool:
     def send(self, game, requests, wants_answer=False):
         """Sends requests to a worker, or executes them in this process."""
         start = time.time()
+        if wants_answer:
+            game.asked = start
+            game.warned = False
         if self.local:
             game.answer = self.local.execute(game.number, requests)
         else:
@@ -457,23 +556,40 @@ class WorkerPool:
     def receive(self, w):
         """Waits for a worker's next answer; replaces the worker if it is dead or hangs."""
         start = time.time()
+        patience, first = self.env.patience, min(self.warn_after, self.env.patience)
+        if not self.conns[w].poll(first):
+            self.say_who_waits(first, self.unanswered(w))
+            if not self.conns[w].poll(patience - first):
+                return self.replace(w, f"gave no answer for {patience} seconds")
+        self.take_answer(w)
+        self.seconds += time.time() - start
+
+    def take_answer(self, w):
+        """Takes an answer that is there; replaces the worker if it is dead."""
         try:
-            patience, first = self.env.patience, min(self.warn_after, self.env.patience)
-            if not self.conns[w].poll(first):
-                print(f"{self.name}: no answer for {first} seconds in {self.unanswered(w)}",
-                      file=sys.stderr, flush=True)
-                if not self.conns[w].poll(patience - first):
-                    return self.replace(w, f"gave no answer for {patience} seconds")
             number, answer = self.conns[w].recv()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.procs[w].wait(1)  # to know its exit status
             return self.replace(w, f"died with status {self.procs[w].returncode}")
-        self.seconds += time.time() - start
         for game in self.games.values():  # it may have been dropped
             if game.number == number:
                 game.answer = answer
-                self.losses[w] = 0
+                game.losses = 0
+
+    def say_who_waits(self, seconds, games):
+        tasks = [game.task for game in games[:4]]
+        print(f"{self.name}: no answer for {seconds} seconds in {tasks}", file=sys.stderr,
+              flush=True)
+
+    def check_patience(self, game):
+        """Names an asynchronous game that takes long; replaces its worker if it hangs."""
+        seconds, patience = time.time() - game.asked, self.env.patience
+        if seconds > patience:
+            self.replace(game.worker, f"gave no answer for {patience} seconds", [game])
+        elif seconds > self.warn_after and not game.warned:
+            self.say_who_waits(self.warn_after, [game])
+            game.warned = True
 
     # ---- the workers
     def spawn(self, w):
@@ -488,7 +604,7 @@ class WorkerPool:
         command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
         self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                          stdin=subprocess.DEVNULL)
-        self.conns[w].send((self.make, self.name, self.options))
+        self.conns[w].send((self.env.asynchronous, self.make, self.name, self.options))
         child_end.close()
 
     def games_of(self, w):
@@ -500,17 +616,23 @@ class WorkerPool:
         return self.remedy.format(shlex.quote(str(game.task)))
 
     def unanswered(self, w):
-        """The first few games that wait for a worker, which is at work on the first of them."""
-        return [game.task for game in self.games_of(w) if game.answer is None][:4]
+        """The games that wait for a worker. It is at work on the first one or, if they are
+        asynchronous, on all."""
+        return [game for game in self.games_of(w) if game.answer is None]
 
-    def replace(self, w, why):
-        """Starts another worker in the place of a lost one and replays its games."""
-        self.losses[w] += 1
-        if self.losses[w] > 3:
-            game = next(game for game in self.games_of(w) if game.answer is None)
+    def replace(self, w, why, lost_by=None):
+        """Starts another worker in the place of a lost one and replays its games. `lost_by`: the
+        games by one of which it was lost; default: those that it was at work on."""
+        waiting = self.unanswered(w)
+        if lost_by is None:
+            lost_by = waiting if self.env.asynchronous else waiting[:1]
+        for game in lost_by:
+            game.losses += 1
+        game = max(lost_by, key=lambda game: game.losses, default=None)  # None: all had answered
+        if game and game.losses > 3:
             raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row, at game "
-                            f"{game.task}{game.when}. These games waited: {self.unanswered(w)}"
-                            f"{self.remedy_for(game)}")
+                            f"{game.task}{game.when}. These games waited: "
+                            f"{[game.task for game in waiting[:4]]}{self.remedy_for(game)}")
         self.end(self.procs[w])
         self.conns[w].close()
         self.spawn(w)

@@ -347,6 +347,8 @@ class Run:
                                            the next prompt did not fit
         context_overflow                   fraction cut off because the next prompt did not fit
         response_truncated                 fraction of responses that reached --max_new_tokens
+        env/NAME                           of info["metrics"] of the environment: means over the
+                                           episodes that have it
         loss, loss_policy, loss_v, loss_q  Eq. 12, 9, 11
         kl, kl_max, entropy                per token, in nats: the KL to the initial model, mean and
                                            maximum (0 with --beta 0, which does not measure it), and
@@ -491,7 +493,7 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
     """The metrics of an iteration's episodes, over all ranks, under the names of `Run.log`. An
     episode whose first prompt did not fit has no turn and counts as lost."""
     averaged = ("won", "score", "truncated", "context_overflow")
-    names = (*averaged, "category", "done", "invalid", "admissible")
+    names = (*averaged, "category", "metrics", "done", "invalid", "admissible")
     rows = all_gather_list([{name: getattr(turn, name) for name in names}
                             | {"response_truncated": not lm.stopped(turn.action_ids)}
                             for turn in turns])
@@ -511,4 +513,5 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
             "success_by_category": by_category,
             "response_truncated": mean_or_zero([row["response_truncated"] for row in rows]),
             "valid_actions": mean_or_zero([not row["invalid"] for row in rows]),
-            "admissible_actions": mean_or_zero([row["admissible"] for row in rows])}
+            "admissible_actions": mean_or_zero([row["admissible"] for row in rows]),
+            **evaluation.mean_metrics(ends)}

@@ -16,6 +16,7 @@ import train
 from environments.house import House
 from envs import Pool, make_env, tasks
 from model import load
+from runtime import report
 from runtime.testing import (DRESS, MY_ENV, OneRank, SMALL, TINY_HOUSE, TwoRanks, attributes_entry,
                              caches, check_run, checkpoints, on_the_cpu, random_model,
                              read_lines, run_main, small_config, strong, write_catalogue)
@@ -382,6 +383,57 @@ def test_own_environment_trains_and_is_evaluated(tmp_path, monkeypatch):
                       ("json:JSONDecoder", "inherit from envs.Env"), ("lake", "MODULE:CLASS")):
         with pytest.raises(SystemExit, match=why):
             run_main(train, monkeypatch, "--env", name)
+
+
+COUNTED = """
+import numpy
+from environments.house import House
+
+class Counted(House):
+    def reset(self, task):
+        self.calls = 0
+        obs, info = super().reset(task)
+        return obs, info | {"metrics": {"number": float(task.split("-")[-1])}}
+
+    def step(self, action):
+        self.calls += 1
+        *answer, info = super().step(action)
+        metrics = {"calls": numpy.int64(self.calls)}
+        if self.calls > 2 and action.startswith("go"):
+            metrics["gone"] = True
+        return *answer, info | {"metrics": metrics}
+"""
+
+
+def test_numbers_of_an_environment_are_averaged_over_the_episodes_that_have_them(
+        tmp_path, monkeypatch, capsys):
+    (tmp_path / f"{tmp_path.name}.py").write_text(COUNTED)
+    monkeypatch.chdir(tmp_path)
+    logged, log = [], Run.log
+    monkeypatch.setattr(Run, "log", lambda run, iteration, turns, metrics: (
+        logged.append(turns), log(run, iteration, turns, metrics)))
+    run_main(train, monkeypatch, "--env", f"{tmp_path.name}:Counted", "--model",
+             TINY_HOUSE, "--batch_size", 5, "--horizon", 6, "--eval_games", 3, "--iterations", 2,
+             "--out", "run", "--eval_every", 1)
+    for line, turns in zip(check_run(tmp_path / "run"), logged):
+        ends = [turn for turn in turns if turn.done]
+        assert line["env/calls"] == sum(turn.turn + 1 for turn in ends) / 5
+        assert line["env/number"] == sum(int(turn.task.split("-")[-1]) for turn in ends) / 5
+        gone = {turn.traj for turn in turns if turn.turn > 1 and turn.action.startswith("go")}
+        assert line.get("env/gone") == (1 if gone else None)
+        assert all(turn.metrics["calls"] == turn.turn + 1 for turn in turns)
+    results = json.loads((tmp_path / "run/eval.json").read_text())
+    for when in "before", "after":
+        records = [r for r in read_lines(tmp_path / "run/eval.jsonl")
+                   if r["when"] == when and r["temperature"] == 0.4]
+        key = report.key_of("env/calls", when)
+        assert results[key] == sum(r["turns"] for r in records) / 3
+    run_main(evaluation, monkeypatch, "--model", "run", "--limit", 3)
+    assert f", env/calls {results['env/calls']:.4g}, " in capsys.readouterr().out
+    again = json.loads((tmp_path / "run/eval-test.json").read_text())
+    assert again["env/calls"] == results["env/calls"]
+    for flags in (["--table", "run"], ["--plot", "run"], ["--table", "run", "--reach", 0.5]):
+        run_main(evaluation, monkeypatch, *flags)
 
 
 def test_run_warns_once_of_what_keeps_it_from_learning(tmp_path, monkeypatch, capsys):
