@@ -377,7 +377,7 @@ def print_memory(lm, learners, peak):
         if isinstance(learner, PPOTurns):
             critic = [p for p in learner.critic.backbone.parameters() if p.requires_grad]
         kept[algo] = sum(p.nbytes for p in [*lm.model.parameters(), *reference, *critic])
-        for p in [*trained, *critic]:  # gradient, moments, and the float32 master of a 16-bit parameter
+        for p in [*trained, *critic]:  # gradient, moments, and a 16-bit one's float32 master
             size = p.element_size()
             kept[algo] += p.numel() * (max(size, state) + 2 * state + (4 if size == 2 else 0))
     print("memory kept throughout, computed: "
