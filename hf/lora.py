@@ -64,7 +64,8 @@ def add_adapters(model, rank: int, names=None, base="") -> None:
     these names. A is uniform within +-2 / sqrt(in), from a fixed seed, so all ranks and all runs
     begin with the same one; B is 0. (Others draw within +-1 / sqrt(in), and multiply B A by alpha /
     rank = 2. That factor is in A here.) base: default the model's folder or hub id, which the
-    folder of an adapter names. ValueError: there are no such layers, or no base."""
+    folder of an adapter names. ValueError: there are no such layers, no base, or the rank is above
+    that of W in all layers."""
     base = base or model.name_or_path
     if not base:
         raise ValueError("the folder of an adapter names its base, and this model has no folder or "
@@ -79,6 +80,9 @@ def add_adapters(model, rank: int, names=None, base="") -> None:
     if not names:
         raise ValueError(f"{type(model).__name__} cannot have adapters: its backbone has no linear "
                          "layers (torch.nn.Linear)")
+    smaller = [min(linear[name].weight.shape) for name in names]
+    if not 0 < rank <= max(smaller):
+        raise ValueError(f"adapters of rank {rank}: 1 to {max(smaller)} make sense in this model")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name in names:

@@ -412,6 +412,8 @@ def test_models_that_cannot_have_adapters_are_refused():
     lm.model.name_or_path = "hf"
     with pytest.raises(ValueError, match="its backbone has no linear layers"):
         actor_critic(lm.model, lm.tokenizer, lora_rank=2)
+    with pytest.raises(ValueError, match="adapters of rank 1000000000: 1 to 64 make sense"):
+        load("tiny", lora_rank=10 ** 9)
     with pytest.raises(ValueError, match="has adapters of rank 4, not 2"):
         other = adapted_model()
         actor_critic(other.model, other.tokenizer, lora_rank=2)
