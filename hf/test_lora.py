@@ -18,6 +18,7 @@ from runtime.testing import (CONTEXTS, GAMES, TINY_HOUSE, OneRank, TwoRanks, ada
                              on_the_cpu, play, prepared, random_model, read_lines,
                              run_main, same_tokens_and_values, small_config, strong, unclipped,
                              values_of)
+from tools import imitate
 from training.run import with_speed_and_memory_settings
 
 ADAPTED = pytest.mark.parametrize("architecture, seed", [("qwen2", 1), ("llama", 0), ("phi3", 1)])
@@ -346,6 +347,14 @@ def test_adapters_that_are_something_else_are_refused(tmp_path, change, says):
         says = "cannot load model"
     with pytest.raises(ValueError, match=says):
         load(str(tmp_path))
+
+
+def test_adapter_can_imitate_further(tmp_path, monkeypatch):
+    load("tiny", lora_rank=2).save(tmp_path / "start")
+    run_main(imitate, monkeypatch, "--model", tmp_path / "start", "--steps", 2, "--batch", 4,
+             "--out", tmp_path / "more")
+    more = load(str(tmp_path / "more"))
+    assert more.lora_rank == 2 and all(p.any() for p in adapter_tensors(more.model))
 
 
 def test_merging_keeps_ties_and_rounds_once():

@@ -527,7 +527,8 @@ def imitate(lm, pool, config, flags, mapper=map):
     are fewer than 128. Saves its state in config.out now and then, for flags.resume.
     KeyboardInterrupt: a signal came, and the state is saved."""
     state_dtype = getattr(torch, config.optim_state_dtype)
-    optimizer = AdamW(lm.model.parameters(), flags.lr, state_dtype=state_dtype)
+    trained, _ = lm.parameters()  # not the rows of w+ and w-, which imitation says nothing about
+    optimizer = AdamW(trained, flags.lr, state_dtype=state_dtype)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, max(100, flags.steps), pct_start=0.05, cycle_momentum=False)
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
