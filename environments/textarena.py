@@ -14,11 +14,6 @@ import numpy as np
 
 import envs
 
-try:
-    import textarena
-except ImportError as error:
-    raise ImportError("TextArena's games need the package: pip install textarena==0.7.4") from error
-
 
 class Prompts(envs.PromptBuilder):
     later = envs.LATER.replace(" Your task is to: ", "\n")  # the game's rules follow
@@ -37,12 +32,20 @@ class TextArena(envs.Env):
     # Below, `horizon` cuts off no game: it is above twice the game's own limit of turns, for which
     # a mistake does not count, unless two come in a row, which end the game
 
+    def __init__(self):
+        try:
+            import textarena  # here, because the package is optional
+        except ImportError as error:
+            raise ValueError("TextArena's games need the package: pip install textarena==0.7.4"
+                             ) from error
+        self.textarena = textarena
+
     def tasks(self, split):
         return range(100_000, 101_000) if split == "test" else range(10_000)
 
     def reset(self, task):
-        game = textarena.make(f"{self.game_id}-raw")  # without what shows the past: our prompts do
-        self.game = textarena.wrappers.ActionFormattingWrapper(game)  # adds missing [ ]
+        game = self.textarena.make(f"{self.game_id}-raw")  # without what shows the past: our prompts do
+        self.game = self.textarena.wrappers.ActionFormattingWrapper(game)  # adds missing [ ]
         self.random_state = random.getstate(), np.random.get_state()
         with self.own_random_numbers():
             self.game.reset(num_players=1, seed=task)
@@ -63,7 +66,7 @@ class TextArena(envs.Env):
     def new_messages(self):
         """The texts of the game since the last call, without the player's own."""
         _, observations = self.game.get_observation()
-        own = textarena.ObservationType.PLAYER_ACTION
+        own = self.textarena.ObservationType.PLAYER_ACTION
         return [text for _, text, kind in observations if kind != own]
 
     @contextlib.contextmanager
