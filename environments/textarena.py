@@ -44,7 +44,8 @@ class TextArena(envs.Env):
         return range(100_000, 101_000) if split == "test" else range(10_000)
 
     def reset(self, task):
-        game = self.textarena.make(f"{self.game_id}-raw")  # without what shows the past: our prompts do
+        # without what shows the past: our prompts do
+        game = self.textarena.make(f"{self.game_id}-raw")
         self.game = self.textarena.wrappers.ActionFormattingWrapper(game)  # adds missing [ ]
         self.random_state = random.getstate(), np.random.get_state()
         with self.own_random_numbers():
