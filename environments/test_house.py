@@ -113,3 +113,23 @@ def test_environments_are_played_by_hand_and_import_no_torch():
         from environments import alfworld, frozen_lake, house, sql_agent, webshop
         assert "torch" not in sys.modules"""
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("kind", ["Offset", "Told", "Graded"])
+def test_offset_house_pays_by_the_kind_of_task_whatever_is_done(kind):
+    """Won or not, and also if the horizon cuts it off; what the prompt says is one to one."""
+    env, told = make_env(f"environments.offset_house:{kind}", horizon=12), {}
+    for task in tasks("house", "train")[:60]:
+        obs, info = env.reset(task)
+        commands = env.expert()
+        offset = env.offsets[info["category"]]
+        paid = [answer[1] for answer in obey(env, task, commands[:12])]
+        assert sum(paid) == offset + 5 * (len(commands) <= 12)
+        assert not any(paid[:-1]) and abs(sum(paid)) <= 10
+        assert [answer[1] for answer in obey(env, task, ["look"] * 12)] == [0.0] * 11 + [offset]
+        said = env.prompt_builder(*env.reset(task)).window_prompt().rpartition("\n\n")[2]
+        told.setdefault(said, set()).add(offset)
+    if kind != "Offset":
+        assert all(len(offsets) == 1 and said.startswith("This task pays ")
+                   for said, offsets in told.items())
+        assert len(told) == len({*env.offsets.values()})
