@@ -19,13 +19,14 @@ In shapes, N turns and M response tokens are those of this rank; sums and means 
 """
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from eval import sampler_for
 from hf.loading import refuse_adapters
 from model import ActorCritic, Batch, Scores, make_batch, micro_batches
 from rollout import ROLLOUT, SHUFFLE, Turn, rollout
@@ -43,18 +44,22 @@ from training.settings import settings  # noqa: F401 (for users: train.settings)
 
 
 def train(config: Config | None = None, *, lm: ActorCritic | None = None,
-          pool: WorkerPool | None = None, learner: "Learner | None" = None) -> ActorCritic:
+          pool: WorkerPool | None = None, learner: "Learner | None" = None,
+          make_sampler: Callable = sampler_for, log: Callable | None = None) -> ActorCritic:
     """Algorithm 1, whole -> the trained model.
 
         train(settings(...))                          everything is made from the settings
         train(settings(lm=lm, pool=pool, ...), lm=lm, pool=pool)     a model or pool of one's own
         train(learner=Learner(lm, settings(lm=lm, ...)))             a learner has its own settings
 
+    make_sampler(lm, config, temperature) -> a rollout.SamplerProtocol, in place of our Sampler;
+    log(metrics, iteration) is called on rank 0 with what metrics.jsonl gets.
     ValueError: what is given does not fit together. KeyboardInterrupt: SIGTERM or Ctrl-C came.
     GameError: an environment failed. The last finished iteration is saved before the latter two."""
-    with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
+    # loads, resumes, evaluates before and after
+    with prepared(config, lm, pool, learner, make_sampler, log) as run:
         for iteration in range(run.first_iteration, run.config.iterations):
-            run.begin_rollout()  # sets counters to 0
+            run.begin_rollout()  # measures the wait for games anew
             turns = rollout(  # line 2  # SAPO: one trajectory per task
                 run.sampler, run.tasks(iteration), run.pool, trajs=run.trajs,
                 seed=(run.config.seed, iteration, ROLLOUT), history=run.config.history,
@@ -163,8 +168,12 @@ class Learner:
     def values(self, old: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """V_old and Q_old, (N,) each, in units of return (Eq. 2). With c_v = 0, V is not trained,
         and must not be a baseline, so it is 0 here; advantages are then rewards discounted by
-        gamma lambda, and normalized. (Q is never a baseline.)"""
+        gamma lambda, and normalized. (Q is never a baseline.) ValueError: they are to be those of
+        the sampler, and it has none."""
         v, q = self.lm.r_max * old.p_v, self.lm.r_max * old.p_q
+        if self.config.old_logprobs == "rollout" and (v + q).isnan().any():
+            raise ValueError("--old_logprobs rollout: the sampler's V and Q are NaN; with "
+                             "--old_logprobs recompute it needs none")
         return (v if self.config.c_v else torch.zeros_like(v)), q
 
     def targets(self, batch, old: Scores) -> "Targets":
