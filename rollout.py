@@ -1,11 +1,11 @@
 """Playing tasks, many of them side by side.
 
-    SamplerProtocol   what a rollout asks of a sampler, ours or another
     Sampler   prompts -> responses, by one of two engines that agree up to rounding
                 kv   our KV-cache decoding loop with continuous batching: the Sampler schedules
                      sequences, on the host; a DecodeState computes their tokens, on the device
                 hf   Hugging Face generate, for comparison and for models that kv does not support
     rollout   tasks -> turns: build the prompt, sample a response, act, until every game is over
+              What it asks of a sampler, ours or another, is the SamplerProtocol
 
 Tokens are drawn with uniform random numbers that depend only on (seed, iteration, trajectory,
 turn). So the engine, the number of slots and the number of ranks change a rollout by rounding only.
@@ -56,7 +56,7 @@ class SamplerProtocol(Protocol):
     there is no top-k or top-p, and log-probs are of that distribution. A response ends with a token
     of lm.stop_ids, which belongs to it, or has max_new_tokens tokens."""
 
-    lm: ActorCritic  # its chat encodes prompts, its tokenizer decodes responses
+    lm: ActorCritic  # its chat encodes prompts, its method text decodes responses
     context: str  # "window" or "full"
     max_new_tokens: int  # the maximum length of a response
     limit: int  # the maximum length of a sequence without its response

@@ -1,10 +1,10 @@
 """Optimizers: ours, AdamW for 16-bit models, with float32 master weights and state that is spread
 over the ranks; and any other of torch.optim's kind, for float32 parameters.
 
-    AdamW                   ours
-    checked                 refuses what another optimizer cannot train
+    summed_gradients          adds up the gradients of several backward passes
+    AdamW                     ours
+    checked                   refuses 16-bit parameters for any other
     saved_state, load_state   what a checkpoint holds of either
-    summed_gradients        adds up the gradients of several backward passes
 """
 import contextlib
 import copy
