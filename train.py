@@ -254,6 +254,8 @@ class Learner:
                     f"{folder} was written by another version of this code (its format is "
                     f"{shard.get('format', 1)}, and this is {CHECKPOINT_FORMAT}). Its weights can "
                     f"be used for a new run: --model {folder} --out NEW")
+        load_state(self.optimizer, [shard["optimizer"] for shard in shards],
+                   f"{folder}/learner-*.pt")
         began_with = shards[0]["reference"]
         if self.reference and not began_with:
             raise ValueError(f"the run of {folder} has beta = 0, so it kept no reference for a KL "
@@ -261,8 +263,6 @@ class Learner:
         if self.reference and began_with != fingerprint(self.reference.model):
             raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
                              "term needs them as reference: give the model that it began with")
-        load_state(self.optimizer, [shard["optimizer"] for shard in shards],
-                   f"{folder}/learner-*.pt")
         self.lm.load_weights(folder)
         self.optimizer_steps = shards[0]["optimizer_steps"]
         self.lm.value_rows.load_state_dict(shards[0]["value_rows"])
