@@ -94,9 +94,9 @@ def mean_metrics(episodes) -> dict:
     return {name: mean_or_zero(numbers[name]) for name in sorted(numbers)}
 
 
-def sampler_for(lm, settings, temperature=1.0):
-    """Makes a Sampler. settings: a train.Config, or those of `complete`, with which nothing is
-    compiled."""
+def sampler_for(lm, settings, temperature=1.0) -> Sampler:
+    """Makes our Sampler; train.train can be given another such function. settings: a train.Config,
+    or those of `complete`, with which nothing is compiled."""
     # compiling is for rollouts, so it is done and checked at training's temperature, 1; at another
     # one there are only evaluations, which take seconds without it
     compile = temperature == 1 and getattr(settings, "compile", False)
@@ -175,9 +175,9 @@ def held_out_games(pool, config) -> list:
     return without(evenly_spaced(ids, config.eval_games), config.leave_out)
 
 
-def play_held_out(lm, pool, config, ids, temperature) -> list:
-    """Plays held-out games of a run -> records."""
-    records = play(sampler_for(lm, config, temperature), ids, pool, config)
+def play_held_out(lm, pool, config, make_sampler, ids, temperature) -> list:
+    """Plays held-out games of a run -> records. make_sampler: that of train.train."""
+    records = play(make_sampler(lm, config, temperature), ids, pool, config)
     # A Sampler refers to itself: its decode_step is a bound method of it, or has one
     # (hf/compile.py). So only the collector frees its KV cache, and the next sampler would be made
     # while this memory is still taken.
@@ -185,20 +185,21 @@ def play_held_out(lm, pool, config, ids, temperature) -> list:
     return records
 
 
-def held_out_success(lm, pool, config) -> float:
-    """Success in the --eval_games of a run at the environment's usual temperature."""
+def held_out_success(lm, pool, config, make_sampler=sampler_for) -> float:
+    """Success in the --eval_games of a run at the environment's usual temperature. make_sampler:
+    that of train.train."""
     ids, usual = held_out_games(pool, config), pool.env.eval_temperatures[0]
-    return report(play_held_out(lm, pool, config, ids, usual))["success"]
+    return report(play_held_out(lm, pool, config, make_sampler, ids, usual))["success"]
 
 
-def evaluate_config(lm, pool, config) -> dict:
+def evaluate_config(lm, pool, config, make_sampler=sampler_for) -> dict:
     """Plays the --eval_games of a run at each temperature of the environment, of which the first is
     the usual one -> {temperature as text, because JSON has no other keys: records}; {} without
-    --eval_games."""
+    --eval_games. make_sampler: that of train.train."""
     if not config.eval_games:
         return {}
     ids = held_out_games(pool, config)
-    return {f"{temperature:g}": play_held_out(lm, pool, config, ids, temperature)
+    return {f"{temperature:g}": play_held_out(lm, pool, config, make_sampler, ids, temperature)
             for temperature in pool.env.eval_temperatures}
 
 
@@ -348,8 +349,8 @@ def report_path(run, settings, kind) -> Path:
     return out / ("-".join(filter(None, parts)) + ".json")
 
 
-def evaluate(args, make_sampler, episodes=run_episodes, kind=""):
-    """Plays a split with make_sampler(settings), writes the report and prints it. `episodes` is
+def evaluate(args, sampler_of, episodes=run_episodes, kind=""):
+    """Plays a split with sampler_of(settings), writes the report and prints it. `episodes` is
     that of `play`. `kind` becomes part of the files' names."""
     run, settings = complete(args)
     options = envs.options_for(vars(settings))
@@ -364,7 +365,7 @@ def evaluate(args, make_sampler, episodes=run_episodes, kind=""):
     print0(f"playing {len(ids)} games of {settings.env}, context {settings.context}"
            f"{'' if run else ', by default settings and flags'}; finished ones are written to "
            f"{answers}.new")
-    sampler = make_sampler(settings)
+    sampler = sampler_of(settings)
     workers = envs.default_workers(settings.env)
     with contextlib.closing(envs.Pool(settings.env, options, workers)) as pool:
         pool.remedy = ". --leave_out {} plays the others"

@@ -5,6 +5,7 @@
                      sequences, on the host; a DecodeState computes their tokens, on the device
                 hf   Hugging Face generate, for comparison and for models that kv does not support
     rollout   tasks -> turns: build the prompt, sample a response, act, until every game is over
+              What it asks of a sampler, ours or another, is the SamplerProtocol
 
 Tokens are drawn with uniform random numbers that depend only on (seed, iteration, trajectory,
 turn). So the engine, the number of slots and the number of ranks change a rollout by rounding only.
@@ -19,7 +20,7 @@ Shapes: R slots, T tokens, S cache positions, D hidden size, H' key-value heads 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +36,56 @@ from model import (ActorCritic, float32_logits, load, make_batch, micro_batches,
                    restricted_log_softmax, rows_of)
 from runtime.cli import progress
 from runtime.distributed import world_size
+
+# --------------------------------------------------------------------- what a rollout asks for
+
+class Response(NamedTuple):
+    ids: list  # the tokens the policy chose, the stop token included
+    logp: list  # their log-probs, Eq. 3, at the sampling temperature (at 1 if that is 0)
+    # V before the first token and Q after the last, in units of return (Eq. 2). A sampler that has
+    # none leaves them out: with --old_logprobs recompute they are shown and not used
+    v: float = float("nan")
+    q: float = float("nan")
+
+
+class SamplerProtocol(Protocol):
+    """What a sampler owes to `rollout`, and so to training and evaluations. `Sampler` is ours; for
+    another, such as a client of a server: train(..., make_sampler=f), f(lm, config, temperature).
+
+    The policy is the model's whole distribution without w+ and w- (Eq. 3) at this temperature, so
+    there is no top-k or top-p, and log-probs are of that distribution. A response ends with a token
+    of lm.stop_ids, which belongs to it, or has max_new_tokens tokens."""
+
+    lm: ActorCritic  # its chat encodes prompts, its method text decodes responses
+    context: str  # "window" or "full"
+    max_new_tokens: int  # the maximum length of a response
+    limit: int  # the maximum length of a sequence without its response
+    steps: int  # decoding steps so far, or about as many: games are answered after some of them
+
+    @property
+    def busy(self) -> int:
+        """How many sequences have no response yet."""
+
+    def weights_changed(self, lm: ActorCritic) -> None:
+        """Called before every rollout: takes the weights of lm, and forgets all sequences."""
+
+    def add(self, key, sequence: list[int], uniforms) -> None:
+        """Takes a sequence of token ids, under a name that none without a response has. In "full",
+        it may continue the last sequence of this name and its response. `uniforms`, random numbers
+        in [0, 1) for each token of the response, may be ignored: then a rollout does not repeat,
+        and --resume is not exact."""
+
+    def run(self, steps: int | None = None) -> list[tuple[object, Response]]:
+        """Decodes until a response is complete, or for about so many steps -> [(key, Response)] of
+        those that are complete, which may be none. It must advance `steps`, or games are never
+        asked for their answers while others are decoded."""
+
+    def drop(self, key) -> None:
+        """No sequence of this name will come any more: the conversation is over."""
+
+    def forget(self) -> None:
+        """Gives up all sequences."""
+
 
 # ------------------------------------------------------------------------------- drawing a token
 
@@ -269,13 +320,6 @@ def to_device_async(numbers, device) -> torch.Tensor:
 
 # --------------------------------------------------------------------- the scheduler, on the host
 
-class Response(NamedTuple):
-    ids: list  # the tokens the policy chose, the stop token included
-    logp: list  # their log-probs, Eq. 3, at the sampling temperature (at 1 if that is 0)
-    v: float  # V before the first token, in units of return (Eq. 2)
-    q: float  # Q after the last token
-
-
 @dataclass(eq=False)  # so that it is found in a list by identity
 class Sequence:
     """What the host knows of a sequence, from `add` until its response is handed out; in "full",
@@ -311,7 +355,7 @@ class Sampler:
                           continued by add(key, longer ids), or drop(key) frees the slot
 
     run -> decode -> prefill, then step -> decode_one_token, and snapshot -> pop_finished. When the
-    model's weights have changed, call forget() (`rollout` and `generate` do).
+    model's weights have changed, call weights_changed(lm) (`rollout` and `generate` do).
 
     max_new_tokens: the maximum length of a response. limit: the maximum length of a
     sequence without its response, the smaller of max_prompt and what the model's context leaves.
@@ -335,7 +379,7 @@ class Sampler:
         self.limit = min(max_prompt or lm.max_length, lm.max_length - max_new_tokens)
         self.is_stop = torch.zeros(len(lm.head.weight), dtype=torch.bool, device=lm.device)
         self.is_stop[list(lm.stop_ids)] = True
-        self.tokens_encoded = self.tokens_sampled = self.steps = 0
+        self.steps = 0
         self.forget()
         if engine == "kv":
             self.gpu = lm.device.type == "cuda"
@@ -383,7 +427,7 @@ class Sampler:
         forgets all other sequences of this sampler first."""
         ids = [self.lm.chat.encode_user_turn(p) if isinstance(p, str) else [*p] for p in prompts]
         u = [uniform_numbers((seed,), n, 0, self.max_new_tokens) for n in range(len(ids))]
-        self.forget()
+        self.weights_changed(self.lm)
         return self(range(len(ids)), ids, u)
 
     @torch.no_grad()
@@ -393,10 +437,8 @@ class Sampler:
         hf engine completes all."""
         if not self.busy:
             return []
-        finished = (generate_with_hf(self) if self.engine == "hf"
-                    else self.decode(self.max_new_tokens if steps is None else steps))
-        self.tokens_sampled += sum(len(response.ids) for _, response in finished)
-        return finished
+        return (generate_with_hf(self) if self.engine == "hf"
+                else self.decode(self.max_new_tokens if steps is None else steps))
 
     def __call__(self, keys, sequences, uniforms) -> list[Response]:
         """A whole batch at once -> the responses, in order."""
@@ -415,9 +457,14 @@ class Sampler:
         """How many sequences have no response yet."""
         return len(self.waiting) + self.num_active
 
+    def weights_changed(self, lm: ActorCritic) -> None:
+        """Forgets all sequences, whose KV cache is of other weights. The next prefill copies what
+        the decode state has copies of; all else is the model's own."""
+        self.lm = lm
+        self.forget()
+
     def forget(self) -> None:
-        """Forgets all sequences, which is necessary when the weights change. The memory of the KV
-        cache is kept, to be used again."""
+        """Forgets all sequences. The memory of the KV cache is kept, to be used again."""
         self.sequences = {}  # all of them, by key
         self.waiting = []  # those that wait to be prefilled
         self.slots = []  # the sequence in each slot; None: the slot is free
@@ -474,7 +521,8 @@ class Sampler:
         """Gives slots to the waiting sequences, and prefills what is new of them."""
         waiting = self.waiting
         self.waiting = []
-        self.state.copy_weights(self.lm)
+        if not any(self.slots):  # nothing is kept of earlier weights
+            self.state.copy_weights(self.lm)
         for sequence in waiting:
             if sequence not in self.slots:
                 if None not in self.slots:
@@ -485,7 +533,6 @@ class Sampler:
         new = [(sequence.ids[sequence.num_cached:], sequence) for sequence in waiting]
         for chunk in micro_batches(new, self.prefill_tokens):
             self.prefill_chunk(chunk)
-        self.tokens_encoded += sum(len(ids) for ids, _ in new)
         for sequence in waiting:
             sequence.num_cached = len(sequence.ids)
         self.compact([*range(self.num_active), *map(self.slots.index, waiting)])
@@ -650,7 +697,6 @@ def generate_with_hf(sampler: Sampler) -> list:
     samples = [(s + x, [(len(s), len(s) + len(x))]) for s, x in zip(prompts, sampled)]
     scores = lm.score(make_batch(samples).to(lm.device))
     v_q = lm.r_max * torch.stack([scores.p_v, scores.p_q], 1)  # (R, 2)
-    sampler.tokens_encoded += sum(map(len, prompts))
     sampler.steps += len(logps)
     rows = zip(sequences, sampled, torch.stack(logps, 1).tolist(), v_q.tolist())
     return [(s.key, Response(x, logp[:len(x)], v, q)) for s, x, logp, (v, q) in rows]
@@ -683,7 +729,7 @@ class Turn:
     prompt_ids: list
     action_ids: list  # the tokens the policy chose, the stop token included
     logp: list  # log-probs of action_ids, as in Response
-    v: float  # V and Q when the turn was sampled, in units of return
+    v: float  # V and Q when the turn was sampled, in units of return, as in Response
     q: float
     reward: float
     invalid: bool  # the response breaks the format; see envs.Env.parse_action
@@ -814,7 +860,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     playing = {}  # traj: its play_episode
     pending = []  # (traj that waits for its game, decoding step of the request), oldest first
     asynchronous = pool.env.asynchronous
-    sampler.forget()
+    sampler.weights_changed(sampler.lm)
 
     def go_on(traj, answer):
         """Sends an episode the answer it waits for, up to its next request. StopIteration: it is
@@ -862,7 +908,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                     yield traj, *finished.value
 
 
-def rollout(sampler: Sampler, tasks: list, pool, **options) -> list[Turn]:
+def rollout(sampler: SamplerProtocol, tasks: list, pool, **options) -> list[Turn]:
     """Plays every task, with the options of `trajectories` -> all turns of the episodes that are
     over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
     ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so)."""

@@ -19,13 +19,14 @@ In shapes, N turns and M response tokens are those of this rank; sums and means 
 """
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from eval import sampler_for
 from hf.loading import refuse_adapters
 from model import ActorCritic, Batch, Scores, make_batch, micro_batches
 from rollout import ROLLOUT, SHUFFLE, Turn, rollout
@@ -33,7 +34,7 @@ from runtime.checkpoint import Clock, read_json, read_tensors
 from runtime.cli import one_line_errors, progress
 from runtime.distributed import (all_gather_list, all_reduce_sum, init_distributed, mean_or_zero,
                                  print0, process_group, rank)
-from runtime.optim import AdamW, summed_gradients
+from runtime.optim import AdamW, checked, load_state, saved_state, summed_gradients
 from runtime.workers import GameError, WorkerPool, as_number
 from sapo import (discounted_returns, explained_variance, normalize_advantages, sapo_loss,
                   turn_targets)
@@ -43,18 +44,22 @@ from training.settings import settings  # noqa: F401 (for users: train.settings)
 
 
 def train(config: Config | None = None, *, lm: ActorCritic | None = None,
-          pool: WorkerPool | None = None, learner: "Learner | None" = None) -> ActorCritic:
+          pool: WorkerPool | None = None, learner: "Learner | None" = None,
+          make_sampler: Callable = sampler_for, log: Callable | None = None) -> ActorCritic:
     """Algorithm 1, whole -> the trained model.
 
         train(settings(...))                          everything is made from the settings
         train(settings(lm=lm, pool=pool, ...), lm=lm, pool=pool)     a model or pool of one's own
         train(learner=Learner(lm, settings(lm=lm, ...)))             a learner has its own settings
 
+    make_sampler(lm, config, temperature) -> a rollout.SamplerProtocol, in place of our Sampler;
+    log(metrics, iteration) is called on rank 0 with what metrics.jsonl gets.
     ValueError: what is given does not fit together. KeyboardInterrupt: SIGTERM or Ctrl-C came.
     GameError: an environment failed. The last finished iteration is saved before the latter two."""
-    with prepared(config, lm, pool, learner) as run:  # loads, resumes, evaluates before and after
+    # loads, resumes, evaluates before and after
+    with prepared(config, lm, pool, learner, make_sampler, log) as run:
         for iteration in range(run.first_iteration, run.config.iterations):
-            run.begin_rollout()  # sets counters to 0
+            run.begin_rollout()  # measures the wait for games anew
             turns = rollout(  # line 2  # SAPO: one trajectory per task
                 run.sampler, run.tasks(iteration), run.pool, trajs=run.trajs,
                 seed=(run.config.seed, iteration, ROLLOUT), history=run.config.history,
@@ -107,14 +112,16 @@ class Learner:
         self.reference = None  # a copy of the model that training starts from; none if beta is 0
         if config.beta:  # (only its log-probs are used, so it needs no value rows of its own)
             self.reference = lm.copy()
-        self.optimizer = self.make_optimizer(lm.parameters(), config.lr)
+        self.optimizer = checked(self.make_optimizer(lm.parameters(), config.lr))
         self.optimizer_steps = 0  # those tried, skipped ones included
 
-    def make_optimizer(self, groups: list[list], lr: float) -> AdamW:
-        """An optimizer of groups of parameters, each of which is clipped to a norm of its own.
-        "initial_lr" is what set_lr multiplies."""
-        groups = [{"params": params, "lr": lr, "initial_lr": lr} for params in groups]
-        return AdamW(groups, lr, state_dtype=getattr(torch, self.config.optim_state_dtype))
+    def make_optimizer(self, groups: list[list], lr: float) -> torch.optim.Optimizer:
+        """The optimizer of groups of parameters: those of the model, and w+ and w-. A subclass can
+        make any other of torch.optim's kind, whose param_groups may be others. It is for float32
+        parameters, and every rank updates all of them. `set_lr` multiplies its learning rates, and
+        checkpoints have its state_dict(), of tensors and plain Python types."""
+        return AdamW([{"params": params} for params in groups], lr,
+                     state_dtype=getattr(torch, self.config.optim_state_dtype))
 
     def score_behaviour_policy(self, batch, minibatches) -> Scores:
         """Line 3: one forward pass gives the old log-probs, V_old and Q_old. With --old_logprobs
@@ -161,8 +168,12 @@ class Learner:
     def values(self, old: Scores) -> tuple[torch.Tensor, torch.Tensor]:
         """V_old and Q_old, (N,) each, in units of return (Eq. 2). With c_v = 0, V is not trained,
         and must not be a baseline, so it is 0 here; advantages are then rewards discounted by
-        gamma lambda, and normalized. (Q is never a baseline.)"""
+        gamma lambda, and normalized. (Q is never a baseline.) ValueError: they are to be those of
+        the sampler, and it has none."""
         v, q = self.lm.r_max * old.p_v, self.lm.r_max * old.p_q
+        if self.config.old_logprobs == "rollout" and (v + q).isnan().any():
+            raise ValueError("--old_logprobs rollout: the sampler's V and Q are NaN; with "
+                             "--old_logprobs recompute it needs none")
         return (v if self.config.c_v else torch.zeros_like(v)), q
 
     def targets(self, batch, old: Scores) -> "Targets":
@@ -184,7 +195,7 @@ class Learner:
             self.lm.model, self.optimizer, minibatch, self.config.gradient_checkpointing,
             lambda micro: self.loss(micro, old, ref, targets, n_tokens, n_turns))
         set_lr(self.optimizer, self.lr_factor(iteration))
-        metrics = optimizer_step(self.optimizer, infos)
+        metrics = optimizer_step(self.optimizer, self.lm.parameters(), infos)
         self.optimizer_steps += 1
         self.clock.record("update")
         return {"lr": self.optimizer.param_groups[0]["lr"]} | metrics
@@ -220,7 +231,7 @@ class Learner:
         value rows are in each part, because the folder of the model may have them in 16 bits."""
         state = {"format": CHECKPOINT_FORMAT, "optimizer_steps": self.optimizer_steps,
                  "value_rows": self.lm.value_rows.state_dict(),
-                 "optimizer": self.optimizer.state_dict()["state"],
+                 "optimizer": saved_state(self.optimizer),
                  "reference": self.reference and fingerprint(self.reference.model)}
         torch.save(state, f"{folder}/learner-{rank()}.pt")
         if rank() == 0:
@@ -243,7 +254,8 @@ class Learner:
                     f"{folder} was written by another version of this code (its format is "
                     f"{shard.get('format', 1)}, and this is {CHECKPOINT_FORMAT}). Its weights can "
                     f"be used for a new run: --model {folder} --out NEW")
-        check_shards(self.optimizer, shards, f"{folder}/learner-*.pt")
+        load_state(self.optimizer, [shard["optimizer"] for shard in shards],
+                   f"{folder}/learner-*.pt")
         began_with = shards[0]["reference"]
         if self.reference and not began_with:
             raise ValueError(f"the run of {folder} has beta = 0, so it kept no reference for a KL "
@@ -252,8 +264,6 @@ class Learner:
             raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
                              "term needs them as reference: give the model that it began with")
         self.lm.load_weights(folder)
-        for shard in shards:
-            self.optimizer.load_shard(shard["optimizer"])
         self.optimizer_steps = shards[0]["optimizer_steps"]
         self.lm.value_rows.load_state_dict(shards[0]["value_rows"])
 
@@ -295,10 +305,6 @@ def denominators(minibatch) -> tuple[int, int]:
     return n_tokens, n_turns
 
 
-def parameters_of(optimizer) -> list:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_of) -> list[dict]:
     """Adds up the gradients of loss_of(micro-batch) -> (loss, info). Returns the infos, each with
     its loss. Losses are sums over a global denominator, so their gradients are added, never
@@ -307,8 +313,8 @@ def accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_
     # transformers recomputes activations in train mode only. Nothing else depends on that mode:
     # dropout was disabled when the model was loaded
     model.train(gradient_checkpointing)
-    infos = []
-    with summed_gradients(parameters_of(optimizer)):  # in float32, where torch.compile allows it
+    infos, params = [], [p for group in optimizer.param_groups for p in group["params"]]
+    with summed_gradients(params):  # in float32, where torch.compile allows it
         for micro in micros:
             loss, info = loss_of(micro)
             loss.backward()
@@ -317,16 +323,15 @@ def accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_
     return infos
 
 
-def clip_gradients(optimizer) -> list[float]:
-    """Clips the gradients of each parameter group to a norm of GRAD_CLIP, each by itself -> the
+def clip_gradients(groups: list[list]) -> list[float]:
+    """Clips the gradients of each group of parameters to a norm of GRAD_CLIP, each by itself -> the
     norms before that. A Learner has two groups: the model, and w+ and w-.
 
     The gradient of w+ and w- is V's and Q's error times hidden states. In models with large hidden
     states, such as SmolLM2, it is larger than all others together; clipped as one, a large error of
     V would make the policy's step small. The paper says nothing about clipping. results/NOTES.md
     has the measurements."""
-    norms = [torch.nn.utils.clip_grad_norm_(group["params"], GRAD_CLIP)
-             for group in optimizer.param_groups]
+    norms = [torch.nn.utils.clip_grad_norm_(params, GRAD_CLIP) for params in groups]
     return torch.stack([norm.float() for norm in norms]).tolist()  # one wait for all of them
 
 
@@ -351,24 +356,24 @@ def sum_over_micro_batches(infos: list[dict]) -> dict:
 
 
 def set_lr(optimizer, factor: float) -> None:
-    """Sets the learning rate of every parameter group to `factor` times that which it began
-    with."""
+    """Sets the learning rate of every parameter group to `factor` times that which it began with,
+    its "initial_lr"."""
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
 
-def optimizer_step(optimizer, infos: list[dict]) -> dict:
-    """All-reduces and clips the gradients. Then it takes an optimizer step, unless the loss or a
-    gradient norm is not finite. Returns the metrics of the step: what sum_over_micro_batches says,
-    the norms before clipping of the first parameter group and, if there is one, of the second, and
-    skipped_steps, 0 or 1. ValueError: see skip_step."""
-    params = parameters_of(optimizer)
+def optimizer_step(optimizer, groups: list[list], infos: list[dict]) -> dict:
+    """All-reduces and clips the gradients of the optimizer's parameters, in these groups. Then it
+    takes an optimizer step, unless the loss or a gradient norm is not finite. Returns the metrics
+    of the step: what sum_over_micro_batches says, the norms before clipping of the first group and,
+    if there is one, of the second, and skipped_steps, 0 or 1. ValueError: see skip_step."""
+    params = [p for group in groups for p in group]
     for p in params:
         if p.grad is None:
             # torch wants a gradient of p.grad_dtype, which our AdamW sets for 16-bit parameters
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     all_reduce_sum([p.grad for p in params])
-    norms = clip_gradients(optimizer)
+    norms = clip_gradients(groups)
     metrics = sum_over_micro_batches(infos)
     finite = bool(np.isfinite([metrics["loss"], *norms]).all())
     if finite:
@@ -385,7 +390,8 @@ def skip_step(optimizer, loss: float, norms: list[float]) -> None:
     """Warns that a step is skipped. ValueError: it was the last of MAX_FAILED_STEPS in a row."""
     print0(f"Warning: skipping a step, its loss is {loss:g}, its gradient norms are "
            f"{' and '.join(f'{norm:g}' for norm in norms)}")
-    optimizer.failed_steps += 1
+    # how many in a row; a new optimizer has no such attribute
+    optimizer.failed_steps = getattr(optimizer, "failed_steps", 0) + 1
     if optimizer.failed_steps == MAX_FAILED_STEPS:
         raise ValueError(f"{MAX_FAILED_STEPS} steps in a row were not finite; start again from the "
                          "last good weights (those of a run: --model RUN/checkpoint-N --out NEW) "
@@ -564,14 +570,6 @@ def compute_metrics(targets: Targets, infos: list[dict]) -> dict:
         else:
             metrics[name] = mean_or_zero(finite or values)
     return metrics
-
-
-def check_shards(optimizer: AdamW, shards: list[dict], files: str) -> None:
-    """ValueError: these are not all shards of the optimizer's state, of which each rank of the run
-    that saved it wrote one into one of `files`."""
-    found = {n for shard in shards for n in shard["optimizer"]}
-    if len(found) != len(parameters_of(optimizer)):
-        raise ValueError(f"one of {files} is missing, the optimizer state of one rank")
 
 
 def main():

@@ -21,9 +21,9 @@ from baselines.estimators import (empg_advantages, episode_returns, gigpo_advant
 from model import ActorCritic, Batch
 from runtime.checkpoint import read_tensors
 from runtime.distributed import all_gather_list, process_group, rank
+from runtime.optim import checked, load_state, saved_state
 from sapo import actor_loss, discounted_returns, normalize_advantages, value_loss
-from train import (Learner, Targets, accumulate_gradients, check_shards, denominators,
-                   optimizer_step, set_lr)
+from train import (Learner, Targets, accumulate_gradients, denominators, optimizer_step, set_lr)
 
 
 class PolicyLearner(Learner):
@@ -164,8 +164,8 @@ class PPOTurns(PolicyLearner):
     def __init__(self, lm, config):
         super().__init__(lm, config)
         self.critic = Critic(lm)
-        self.critic_optimizer = self.make_optimizer([[*self.critic.trained().values()]],
-                                                    config.critic_lr)
+        self.critic_groups = [[*self.critic.trained().values()]]
+        self.critic_optimizer = checked(self.make_optimizer(self.critic_groups, config.critic_lr))
 
     def critic_values(self, micro) -> torch.Tensor:
         return self.critic.of_turns(micro.batch)
@@ -189,7 +189,7 @@ class PPOTurns(PolicyLearner):
             self.critic, self.critic_optimizer, minibatch, self.config.gradient_checkpointing,
             lambda micro: (self.critic_loss(micro, old, targets, n_tokens, n_turns), {}))
         set_lr(self.critic_optimizer, lr_factor)
-        info = optimizer_step(self.critic_optimizer, infos)
+        info = optimizer_step(self.critic_optimizer, self.critic_groups, infos)
         self.clock.record("critic")
         return metrics | {f"{name}_critic": x for name, x in info.items()}
 
@@ -204,7 +204,7 @@ class PPOTurns(PolicyLearner):
 
     def save(self, folder):
         super().save(folder)
-        state = {"optimizer": self.critic_optimizer.state_dict()["state"]}
+        state = {"optimizer": saved_state(self.critic_optimizer)}
         torch.save(state, f"{folder}/critic-{rank()}.pt")
         if rank() == 0:
             trained = {name: p.detach() for name, p in self.critic.trained().items()}
@@ -214,9 +214,8 @@ class PPOTurns(PolicyLearner):
         super().restore(folder)
         self.critic.load_state_dict(self.critic.state_dict() | read_tensors(folder / "critic.pt"))
         shards = [read_tensors(path) for path in sorted(folder.glob("critic-*.pt"))]
-        check_shards(self.critic_optimizer, shards, f"{folder}/critic-*.pt")
-        for shard in shards:
-            self.critic_optimizer.load_shard(shard["optimizer"])
+        load_state(self.critic_optimizer, [shard["optimizer"] for shard in shards],
+                   f"{folder}/critic-*.pt")
 
 
 class PPO(PPOTurns):

@@ -198,7 +198,7 @@ def check_against_reference(sampler) -> str:
         layer.keys.zero_()  # a fast way that failed may have left NaN
         layer.values.fill_(1000.0)  # attending to what is not there shows in every result
     try:
-        sampler.lm = randomized  # it copies what is random at every prefill
+        sampler.weights_changed(randomized)
         for _ in range(rounds):
             for key, (ids, *_) in enumerate(sequences):
                 ids += encode_check_prompt(lm, texts[key], ids)[:room]
@@ -216,10 +216,9 @@ def check_against_reference(sampler) -> str:
                 responses.append((response, uniforms[key][:len(response.ids)]))
         sampled, plain, exact = sampled_plain_exact(sampler, sequences)
     finally:
-        sampler.lm = lm
         sampler.is_stop.copy_(stops)
-        sampler.forget()
-        sampler.tokens_encoded = sampler.tokens_sampled = sampler.steps = 0
+        sampler.weights_changed(lm)
+        sampler.steps = 0
     for what in sampled:
         if excess := excess_error(sampled[what], plain[what], exact[what]):
             return (f"the error of its {what} is {excess[0]:.2g}, and rounding explains at most "

@@ -1,5 +1,13 @@
-"""AdamW for 16-bit models, with float32 master weights and state that is spread over the ranks."""
+"""Optimizers: ours, AdamW for 16-bit models, with float32 master weights and state that is spread
+over the ranks; and any other of torch.optim's kind, for float32 parameters.
+
+    summed_gradients          adds up the gradients of several backward passes
+    AdamW                     ours
+    checked                   refuses 16-bit parameters for any other
+    saved_state, load_state   what a checkpoint holds of either
+"""
 import contextlib
+import copy
 
 import torch
 import torch.distributed as dist
@@ -65,7 +73,6 @@ class AdamW(torch.optim.Optimizer):
                  state_dtype=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         self.state_dtype = state_dtype
-        self.failed_steps = 0  # how many of the latest in a row were skipped by the caller
         # all parameters, in the order of state_dict(), and the group of each
         self.params = [p for group in self.param_groups for p in group["params"]]
         self.group_of = [group for group in self.param_groups for _ in group["params"]]
@@ -123,3 +130,42 @@ class AdamW(torch.optim.Optimizer):
                 self.state[p]["step"] = states[n]["step"]
                 for key in self.state[p].keys() - {"step"}:
                     self.state[p][key].copy_(states[n][key])
+
+
+# ------------------------------------------------------------------- ours, and any other optimizer
+
+def checked(optimizer):
+    """The optimizer, as it is. ValueError: it is not ours, and has 16-bit parameters: it would
+    round every update away."""
+    narrow = {p.dtype for group in optimizer.param_groups for p in group["params"]} - {
+        torch.float32}
+    if narrow and not isinstance(optimizer, AdamW):
+        raise ValueError(f"{type(optimizer).__name__} would train {narrow.pop()} parameters, and "
+                         "only our AdamW has float32 master weights: use --dtype float32, or "
+                         "--lora_rank, whose adapters are float32")
+    return optimizer
+
+
+def saved_state(optimizer) -> dict:
+    """What this rank's file of a checkpoint holds: of our AdamW its partition. Another optimizer
+    has the same state on every rank, so rank 0 saves it."""
+    if isinstance(optimizer, AdamW):
+        return optimizer.state_dict()["state"]
+    return optimizer.state_dict() if rank() == 0 else {}
+
+
+def load_state(optimizer, states: list[dict], files: str) -> None:
+    """Loads what the ranks of a run saved, in their order, on any number of ranks. ValueError: one
+    of their files is missing, or it was another optimizer."""
+    if isinstance(optimizer, AdamW):
+        if {n for state in states for n in state} != {*range(len(optimizer.params))}:
+            raise ValueError(f"one of {files} is missing, the optimizer state of one rank, or they "
+                             "are of another optimizer")
+        for state in states:
+            optimizer.load_shard(state)
+        return
+    try:  # a copy, because the tensors of `states` may be those of a file
+        optimizer.load_state_dict(copy.deepcopy(states[0]))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{files} have no state of this {type(optimizer).__name__}: {error!r}"
+                         ) from error

@@ -378,24 +378,26 @@ def shaded(turn, decode) -> str:
 def episode_page(title, turns, lines, decode, tools=None) -> str:
     """One trajectory as an HTML page without scripts: V and Q over its turns, the training curves
     so far (`lines` of metrics.jsonl), the schemas of tools, and each turn's messages with their
-    roles, response (shaded by the probability of its tokens), V before and Q after it, and the
-    environment's answer where it is text (but for the last turn, of which it is not kept).
-    decode(ids) -> text."""
+    roles, response (shaded by the probability of its tokens), V before and Q after it if the
+    sampler gave them, and the environment's answer where it is text (but for the last turn, of
+    which it is not kept). decode(ids) -> text."""
     end = "won" if turns[-1].won else "truncated" if turns[-1].truncated else "lost"
     curves = {name: [line[key] for line in lines] for name, key in (
         ("success", "success"), ("explained variance of V", "v_explained_variance"),
         ("explained variance of Q", "q_explained_variance"))}
-    body = [f"<h1>{escape(title)}, game {escape(str(turns[0].task))}: {end}</h1>",
-            svg("V and Q of this episode", "turn", {
-                "V before the response": [turn.v for turn in turns],
-                "Q after the response": [turn.q for turn in turns]}),
-            svg("This run", "iteration", curves)]
+    body = [f"<h1>{escape(title)}, game {escape(str(turns[0].task))}: {end}</h1>"]
+    has_values = not any(math.isnan(turn.v + turn.q) for turn in turns)
+    if has_values:
+        body.append(svg("V and Q of this episode", "turn", {
+            "V before the response": [turn.v for turn in turns],
+            "Q after the response": [turn.q for turn in turns]}))
+    body.append(svg("This run", "iteration", curves))
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         body.append(f"<h2>Tools</h2><pre>{escape(schemas)}</pre>")
     for turn, after in zip_longest(turns, turns[1:]):
-        numbers = {"V": turn.v, "Q": turn.q, "reward": turn.reward,
-                   "normalized advantage": turn.advantage}
+        numbers = {"V": turn.v, "Q": turn.q} if has_values else {}
+        numbers |= {"reward": turn.reward, "normalized advantage": turn.advantage}
         heads = [f"<b>{name} {x:.2f}</b>" for name, x in numbers.items()]
         heads += ["<b>invalid format</b>"] * turn.invalid
         heads += ["<b>not admissible</b>"] * (not turn.admissible)

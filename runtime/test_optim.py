@@ -56,3 +56,14 @@ def test_optimizer_state_is_split_evenly_over_ranks(monkeypatch, size):
     kept = [sum(n for n, kept_by in zip(sizes, owner) if kept_by == r) for r in range(size)]
     assert len(owner) == len(sizes) and sum(kept) == sum(sizes)
     assert max(kept) < max(1.02 * sum(sizes) / size, 1.0001 * sizes[0])
+
+
+def test_state_of_another_optimizer_is_refused():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    ours, other = optim.AdamW(params, lr=1e-2), torch.optim.AdamW(params, lr=1e-2)
+    for optimizer, saved, says in ((ours, other, "files is missing, .* of another optimizer"),
+                                   (other, ours, "files have no state of this AdamW")):
+        with pytest.raises(ValueError, match=says):
+            optim.load_state(optimizer, [optim.saved_state(saved)], "files")
+    with pytest.raises(ValueError, match="files have no state"):  # rank 0's is missing
+        optim.load_state(other, [{}], "files")

@@ -516,7 +516,8 @@ def train_step(model, optimizer, micros, loss_of, lr, gradient_checkpointing=Fal
     """Returns what train.optimizer_step returns, among it the loss."""
     infos = train.accumulate_gradients(model, optimizer, micros, gradient_checkpointing, loss_of)
     optimizer.param_groups[0]["lr"] = lr
-    info = train.optimizer_step(optimizer, infos)
+    groups = [group["params"] for group in optimizer.param_groups]
+    info = train.optimizer_step(optimizer, groups, infos)
     optimizer.zero_grad()  # see train.Learner.free_gradients
     return info
 

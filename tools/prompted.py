@@ -140,6 +140,9 @@ class Endpoint:
         self.steps += steps or 0
         return [(self.requests.pop(request), request.result()) for request in done]
 
+    def weights_changed(self, lm):
+        self.forget()
+
     def forget(self):
         self.requests = {}
 

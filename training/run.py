@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import envs
 import eval as evaluation
 from hf.verify import check_initial_readout, compiled_scoring, difference_of_merging
 from model import ActorCritic, load, make_batch, micro_batches
-from rollout import EVALUATION, TASKS, rollout
+from rollout import EVALUATION, TASKS, SamplerProtocol, rollout
 from runtime import report
 from runtime.checkpoint import (RunDir, init_wandb, iterations_of, read_json, write_file,
                                 write_folder)
@@ -33,12 +33,14 @@ from training.settings import (Config, as_json, check_model_settings, learner_cl
 # --------------------------------------------------------------------------- around the whole loop
 
 @contextlib.contextmanager
-def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterator["Run"]:
+def prepared(config: Config | None, lm=None, pool=None, learner=None,
+             make_sampler=evaluation.sampler_for, log=None) -> Iterator["Run"]:
     """What surrounds the loop of `train`. Before it: locks the run's folder, makes what is not
     given, evaluates the initial model and loads a checkpoint. After it: saves the last finished
     iteration where the loop was stopped; else evaluates again, and writes final weights and
-    reports. With config.out = None it writes nothing. ValueError: what is given does not fit
-    together, or the environment's tasks for training and for evaluation overlap."""
+    reports. With config.out = None it writes nothing. The arguments are those of `train`.
+    ValueError: what is given does not fit together, or the environment's tasks for training and for
+    evaluation overlap."""
     config, lm = agreed(config, lm, pool, learner)
     folder = RunDir(config.out) if config.out else None
     with contextlib.ExitStack() as stack:
@@ -57,7 +59,10 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
         checkpoint = folder and folder.newest_checkpoint()
         if checkpoint:
             check_length(config, folder.settings(), iterations_of(checkpoint))
-        wandb = init_wandb(config, folder) if config.wandb and rank() == 0 else None
+        logs = [log] if log else []
+        if config.wandb and rank() == 0:
+            wandb = init_wandb(config, folder)
+            logs.append(lambda metrics, iteration: wandb.log(metrics, step=iteration))
         lm = lm or load_initial_model(config, pool, first_task)
         # a template that prints today's date gets the day on which the run began
         began = read_json(folder / "config.json").get("date") if folder else None
@@ -73,12 +78,12 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
             folder.begin(as_json(vars(config)) | {"date": date}, checkpoint)
         before = broadcast_object(read_json(folder / "before.json") if folder else {})
         if not before and not checkpoint:
-            before = evaluation.evaluate_config(learner.lm, pool, config)
+            before = evaluation.evaluate_config(learner.lm, pool, config, make_sampler)
             if folder and rank() == 0:
                 write_file(folder / "before.json", json.dumps(before))
         print0("success before training: " + evaluation.success_of(before))
-        sampler = evaluation.sampler_for(learner.lm, config)
-        run = Run(config, learner, sampler, pool, task_ids, folder, checkpoint, wandb)
+        sampler = make_sampler(learner.lm, config, 1.0)
+        run = Run(config, learner, sampler, pool, task_ids, folder, checkpoint, make_sampler, logs)
         with stop.handle_signals():
             try:
                 yield run
@@ -88,15 +93,15 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None) -> Iterato
             run.save_if_stopped()
         run.sampler = sampler = None
         gc.collect()  # frees training's KV cache: an evaluation has one of its own
-        after = evaluation.evaluate_config(learner.lm, pool, config)
+        after = evaluation.evaluate_config(learner.lm, pool, config, make_sampler)
         print0("success after training: " + evaluation.success_of(after))
         if folder:
-            write_weights(learner.lm, pool, config, folder)
+            write_weights(learner.lm, pool, config, folder, make_sampler)
         if folder and rank() == 0:
             print(evaluation.write_reports(before, after, config))
             report.draw(report.group_runs([config.out]), folder / "curves.png")
             print(f"wrote {config.out}; next: python eval.py --model {config.out}")
-        if wandb:
+        if config.wandb and rank() == 0:
             wandb.finish()
         barrier()  # a rank that exits early would take the others down
 
@@ -156,7 +161,7 @@ def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
     return ids[rank()::world_size()]
 
 
-def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir) -> None:
+def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir, make_sampler) -> None:
     """Writes RUN/final, a whole model; and RUN/adapter, if the model has adapters. They are merged
     into RUN/final, in its 16 bits if that changes no more than rounding, else in float32: where
     B A is below half a step of W, W + B A rounded is W, and what was learned is lost. All ranks
@@ -164,11 +169,11 @@ def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir) -> None
     if lm.lora_rank:
         write_folder(folder / "adapter", lambda path: lm.save(path) if rank() == 0 else None)
         if rank() == 0:
-            lm = merged_within_rounding(lm, pool, config)
+            lm = merged_within_rounding(lm, pool, config, make_sampler)
     write_folder(folder / "final", lambda path: lm.save(path) if rank() == 0 else None)
 
 
-def merged_within_rounding(lm: ActorCritic, pool, config: Config) -> ActorCritic:
+def merged_within_rounding(lm: ActorCritic, pool, config: Config, make_sampler) -> ActorCritic:
     """A model with adapters merged, in its own data type or in float32. They are compared by the
     log-probs of a few held-out games, or games of training if there are none."""
     if lm.model.dtype == torch.float32:
@@ -176,7 +181,7 @@ def merged_within_rounding(lm: ActorCritic, pool, config: Config) -> ActorCritic
     ids = envs.tasks(pool.env, pool.env.held_out[0] if config.eval_games else "train",
                      **pool.options)
     ids = evaluation.without(evaluation.evenly_spaced(ids, GAMES_TO_COMPARE), config.leave_out)
-    sampler = evaluation.sampler_for(lm, config, pool.env.eval_temperatures[0])
+    sampler = make_sampler(lm, config, pool.env.eval_temperatures[0])
     sequences = []  # (ids, spans): a turn each or, in `full`, a trajectory
     for turn in rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION),
                         history=config.history):
@@ -256,12 +261,13 @@ class Run:
 
     config: Config
     learner: object  # a train.Learner
-    sampler: object
+    sampler: SamplerProtocol
     pool: object
     task_ids: list  # all tasks to train on
     folder: RunDir | None = None
     checkpoint: Path | None = None  # what it goes on from
-    wandb: object = None
+    make_sampler: Callable = evaluation.sampler_for
+    logs: Sequence[Callable] = ()  # each is called with (metrics, iteration)
 
     def __post_init__(self):
         self.trajs = range(rank(), self.config.batch_size, world_size())  # this rank's trajectories
@@ -286,9 +292,8 @@ class Run:
         return draw_tasks(self.task_ids, self.config, iteration)
 
     def begin_rollout(self) -> None:
-        """Sets the counters of a rollout to 0."""
+        """Measures the wait for games anew. From now on the other ranks expect `any_rank_stops`."""
         self.pool.seconds = 0.0
-        self.sampler.tokens_encoded = self.sampler.tokens_sampled = 0
         self.in_rollout = True
 
     def told_to_stop(self) -> bool:
@@ -321,7 +326,7 @@ class Run:
             return {}
         waited = self.pool.seconds
         try:
-            success = evaluation.held_out_success(lm, self.pool, c)
+            success = evaluation.held_out_success(lm, self.pool, c, self.make_sampler)
         except GameError as error:  # of any rank, raised on all of them
             self.evaluation_error = error
             return {}
@@ -334,12 +339,12 @@ class Run:
         return {"held_out": success}
 
     def log(self, iteration: int, turns: list, metrics: dict) -> None:
-        """Adds metrics of the rollout to those of the update, over all ranks, prints a line, and
-        appends them to metrics.jsonl:
+        """Adds metrics of the rollout to those of the update, over all ranks, prints a line,
+        appends them to metrics.jsonl, and hands them to `logs`:
 
         iteration                          from 0
         episodes, turns                    numbers of them
-        tokens_encoded, tokens_sampled     prompt tokens and response tokens of the sampler
+        tokens_encoded, tokens_sampled     prompt tokens (in `full`, new ones) and response tokens
         success, score                     means over episodes, sampled at temperature 1
         success_by_category                success for each category of tasks
         valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
@@ -369,13 +374,11 @@ class Run:
                                            games), old_logprobs, ref, update, held_out; save, of the
                                            iteration before; total, the sum of these without env
         """
-        config, sampler = self.config, self.sampler
+        config = self.config
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}
         metrics |= self.learner.clock.take()
         metrics |= rollout_metrics(turns, self.learner.lm, self.pool.env.categories,
                                    config.batch_size)
-        for name in ("tokens_encoded", "tokens_sampled"):
-            metrics[name] = sum(all_gather_list([getattr(sampler, name)]))
         self.warn(metrics, self.unplayed(iteration, turns))
         print0(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
                f"{metrics['success']:.0%}, admissible actions {metrics['admissible_actions']:.0%}, "
@@ -384,14 +387,13 @@ class Run:
         if rank() > 0:
             return
         self.lines.append(metrics)
-        if self.wandb:
-            self.wandb.log(metrics, step=iteration)
-        if not self.folder:
-            return
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
-        if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
-            self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
+        if self.folder:
+            with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics) + "\n")
+            if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
+                self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
+        for log in self.logs:
+            log(metrics, iteration)
 
     def write_page(self, iteration: int, episode: list) -> None:
         """Writes an episode of this iteration as a page."""
@@ -495,7 +497,8 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
     averaged = ("won", "score", "truncated", "context_overflow")
     names = (*averaged, "category", "metrics", "done", "invalid", "admissible")
     rows = all_gather_list([{name: getattr(turn, name) for name in names}
-                            | {"response_truncated": not lm.stopped(turn.action_ids)}
+                            | {"response_truncated": not lm.stopped(turn.action_ids),
+                               "encoded": len(turn.prompt_ids), "sampled": len(turn.action_ids)}
                             for turn in turns])
     ends = [row for row in rows if row["done"]]
     ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True,
@@ -509,7 +512,9 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
     by_category = {name: mean_or_zero(x) if x else None for name, x in won.items()}
     shares = {name: mean_or_zero([row[name] for row in ends]) for name in averaged}
     success = shares.pop("won")
-    return {"episodes": len(ends), "turns": len(rows), "success": success, **shares,
+    return {"episodes": len(ends), "turns": len(rows),
+            "tokens_encoded": sum(row["encoded"] for row in rows),
+            "tokens_sampled": sum(row["sampled"] for row in rows), "success": success, **shares,
             "success_by_category": by_category,
             "response_truncated": mean_or_zero([row["response_truncated"] for row in rows]),
             "valid_actions": mean_or_zero([not row["invalid"] for row in rows]),

@@ -128,29 +128,6 @@ def test_methods_are_found_by_name():
             train.settings(algo=name)
 
 
-MINE = """from sapo import normalize_advantages
-import train
-
-class ByReturn(train.Learner):
-    unused = ("gae_lambda",)
-
-    def targets(self, batch, old):
-        targets = super().targets(batch, old)
-        adv = normalize_advantages(targets.returns)
-        return targets._replace(adv=adv[batch.turn_of_token])
-"""
-
-
-def test_estimator_of_a_user_trains_from_outside_the_repository(tmp_path, monkeypatch, capsys):
-    (tmp_path / "by_return.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    run_main(train, monkeypatch, "--algo", "by_return:ByReturn", "--batch_size", 4, "--iterations",
-             1, "--horizon", 3, "--eval_games", 2, "--gae_lambda", 0.5, "--out", "run")
-    assert "--gae_lambda has no effect with --algo by_return:ByReturn" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run/config.json").read_text())["algo"] == "by_return:ByReturn"
-    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 1
-
-
 def test_home_folder_stands_for_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(TINY_HOUSE, tmp_path / "start")
