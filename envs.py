@@ -30,7 +30,7 @@ import types
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import (EnvWorker, WorkerPool, as_number, as_python, is_importable,
+from runtime.workers import (EnvWorker, WorkerPool, as_number, as_python, ctrl_c, is_importable,
                              obs_text, processes_per_rank)
 
 REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
@@ -69,7 +69,9 @@ class Env:
                         not in the format, which can be the response's whole text
 
     The same actions must lead to the same answers, because the games of a worker that died are
-    played again. Many objects are used at once in one process.
+    played again. Many objects are used at once in one process, without workers that of the run:
+    what belongs to all of it, such as environment variables, torch's default dtype or its grad
+    mode, must stay as it is. Only the working directory is each object's own.
 
     The return from a turn on is the sum of the rewards from there on, discounted by --gamma. It
     must be within +-r_max, or a run warns. With --algo ppo, the return is that of the whole
@@ -142,6 +144,7 @@ class Env:
     graded = False  # whether a score can be between 0 and 1
     # worker processes
     patience = 600  # seconds after which a silent worker is replaced
+    step_may_kill = False  # whether a step that costs two workers loses its episode, not the run
     workers = None  # worker processes per rank; None: as many as there are cores
 
     @classmethod
@@ -201,12 +204,19 @@ class ToolEnv(Env):
 
     The episode ends when a tool sets `done`, or with a response that calls no tool. It is won if
     its return is above 0; for another rule, override step, and add `won` to the info that it
-    returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so,
-    because a call is longer than a command."""
+    returns. It is also over, and lost, if a call kills its worker process or does not end within
+    `patience` seconds, both times that it is tried; a warning says so. (Without workers it would
+    end the run. A tool that runs what a model writes needs them, and a sandbox of your own: it
+    could do all that you can.)
+
+    A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so, because a
+    call is longer than a command."""
 
     context = "full"
     role = instruction = ""
     max_observation = 8000
+    patience = 60
+    step_may_kill = True
     reward = 0.0  # the return so far
     done = False  # whether the latest action has ended the episode
     # The action that parse_action returns for a response that calls no tool: it ends the episode.
@@ -314,7 +324,7 @@ class ToolEnv(Env):
                     total = as_number(self.reward, "reward")
                     as_number(total - before, "the change of reward")
                     reward = total
-            except KeyboardInterrupt:
+            except ctrl_c():
                 raise
             except BaseException as error:  # whatever a call does: exit() is SystemExit
                 result = error_text(error)
@@ -387,7 +397,7 @@ def as_answer(value):
 def error_text(error):
     try:
         return f"{type(error).__name__}: {error}"
-    except KeyboardInterrupt:
+    except ctrl_c():
         raise
     except BaseException:  # its __str__ is a tool's code, too
         return type(error).__name__

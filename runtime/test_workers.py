@@ -141,7 +141,11 @@ def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
      "in turn 1: ValueError: obs has a message of 'assistant' where only user and tool can"),
     ("[*WAYS]", "[WAYS]", "a command is {'north': .*, not a string"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
-    ("range(5000)", "range(1)", "no tasks in the split 'train'")])
+    ("range(5000)", "range(1)", "no tasks in the split 'train'"),
+    ('"lake"', 'float("nan")', "category is nan, not a string, a finite number"),
+    ("self.turn += 1", "raise KeyError('a\\n\\n  b\\r')", r"KeyError: 'a.*b.*' .*py:\d+\)"),
+    ("self.turn += 1", "raise ValueError('a\\n\\n  b\\u2028c')", r"Error: a b c \(/.*py:\d+\)"),
+    ("self.turn += 1", "raise ValueError('a' * 10 ** 7)", r": a{1000} \(/.*py:\d+\)")])
 def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, says):
     assert MY_ENV.count(old) == 1
     name = tmp_path.name  # modules are kept by their names
@@ -321,6 +325,173 @@ def test_what_a_game_prints_fails_in_no_locale(own, monkeypatch):
     with contextlib.closing(Pool(name, workers=1)) as pool:
         pool.start(0, 5)
         assert pool.gather([0])
+
+
+# ---- tools that run what a model writes
+
+RUNS_CODE = """
+import os, signal, sys, time
+import envs
+
+class Python(envs.ToolEnv):
+    tools = "run",
+    patience = 2
+
+    def tasks(self, split):
+        return [1, 2, 3] if split == "test" else [4, 5]
+
+    def reset(self, task):
+        if task == 3:
+            os._exit(3)
+        self.names = globals() | {"self": self}
+        return f"Task {task}.", {"category": f"kind {task}"}
+
+    def run(self, code: str) -> str:
+        '''Runs it.
+
+        Args:
+            code: of Python
+        '''
+        self.reward += 1
+        exec(code, self.names)
+        return f"ran {code}"
+"""
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    """The name of an environment whose tool runs Python."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{tmp_path.name}_python.py").write_text(RUNS_CODE)
+    return f"{tmp_path.name}_python:Python"
+
+
+def run_in(pool, key, code):
+    """One step of a game -> (what it read, reward, terminated, info)."""
+    pool.step(key, {"name": "run", "arguments": {"code": code}})
+    (obs, reward, terminated, truncated, info), = pool.gather([key])
+    assert not truncated
+    return envs.obs_text(obs), reward, terminated, info
+
+
+@pytest.mark.parametrize("code, says", [
+    ("raise KeyboardInterrupt('no')", "KeyboardInterrupt: no"),
+    ("os.kill(os.getpid(), signal.SIGINT); x = 1", "ran "), ("signal.raise_signal(2)", "ran "),
+    ("class E(Exception):\n def __str__(self): raise KeyboardInterrupt\nraise E", "E")])
+def test_keyboard_interrupt_of_a_tool_is_that_calls_error(python, code, says):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        worker = pool.procs[0].pid
+        text, reward, terminated, _ = run_in(pool, 0, code)
+        assert text.startswith(says) and (reward, terminated) == (1, False)
+        assert run_in(pool, 0, "pass")[0] == "ran pass" and pool.procs[0].pid == worker
+
+
+def test_ctrl_c_stops_games_of_this_process(python):
+    with contextlib.closing(Pool(python)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        with pytest.raises(KeyboardInterrupt):
+            run_in(pool, 0, "signal.raise_signal(signal.SIGINT)")
+
+
+ENDS = [("os._exit(7)", "a worker died with status 7"),
+        ("os.kill(os.getpid(), 9)", "a worker died with status -9"),
+        ("os.closerange(3, 256)", "a worker died"),
+        ("while True: pass", "a worker gave no answer for 2 seconds"),
+        # a child that lives longer has the worker's pipe, too
+        ("if os.fork(): os._exit(7)\ntime.sleep(600)", "a worker died with status 7")]
+
+
+@pytest.mark.parametrize("code, says", ENDS)
+def test_call_that_costs_its_worker_loses_its_episode_alone(python, capsys, code, says):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        for task in 1, 2:
+            pool.start(task, task)
+        pool.gather([1, 2])
+        assert [run_in(pool, task, "x = [5]")[0] for task in (1, 2)] == ["ran x = [5]"] * 2
+        for task, what in ((1, code), (2, "x.append(6)")):
+            pool.step(task, {"name": "run", "arguments": {"code": what}})
+        (obs, reward, *over, info), (other, *_) = pool.gather([1, 2])
+        assert says in obs and (reward, *over) == (0, True, False)
+        assert (info["won"], info["score"], info["category"]) == (False, 0, "kind 1")
+        assert envs.obs_text(other) == "ran x.append(6)"
+        pool.start(1, 1)  # its key can be used again
+        pool.gather([1])
+        assert run_in(pool, 1, "assert 'x' not in globals()")[:2] == (
+            "ran assert 'x' not in globals()", 1)
+        text, *_ = run_in(pool, 2, "assert x == [5, 6]")
+        assert text == "ran assert x == [5, 6]"
+    err = capsys.readouterr().err
+    assert f"game 1 is lost in turn 2: in a step {says}" in err and repr(code)[1:9] in err
+    assert err.count("is lost") == 1
+
+
+def test_call_that_costs_its_worker_once_is_repeated(python):
+    once = "if not os.path.exists('been'): open('been', 'x'), os._exit(1)"
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        for turn in range(5):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove("been")
+            assert run_in(pool, 0, once)[:3] == (f"ran {once}", 1, False)
+
+
+def test_games_that_are_lost_one_after_the_other_end_the_run(python):
+    with contextlib.closing(Pool(python, workers=2)) as pool:
+        pool.max_lost = 4
+        with pytest.raises(envs.GameError, match=r"4 games in a row were lost, .* game 2 in turn 1:"
+                                                 r" in a step a worker died with status 1"):
+            for game in range(9):
+                pool.start(game, 2)
+                pool.gather([game])
+                assert run_in(pool, game, "os._exit(1)")[2] and game < 3
+
+
+def test_many_calls_that_cost_their_workers_lose_their_episodes(python):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        for game in range(8):
+            pool.start(game, 1)
+        pool.gather(range(8))
+        for game in range(8):
+            code = "pass" if game == 5 else "os._exit(1)"
+            pool.step(game, {"name": "run", "arguments": {"code": code}})
+        pool.drop(0)
+        answers = pool.gather(range(1, 8))
+        assert [over for _, _, over, _, _ in answers] == [n != 5 for n in range(1, 8)]
+        assert run_in(pool, 5, "pass")[1] == 1
+
+
+def test_reset_that_kills_its_worker_is_named(python):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 3)
+        with pytest.raises(envs.GameError, match="status 3, the fourth one lost in a row, at game"):
+            pool.gather([0])
+
+
+def test_child_of_a_worker_gives_no_answers(python):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        for code in ("os.fork() or time.sleep(0.1)", "time.sleep(0.4)", "pass"):
+            assert run_in(pool, 0, code)[0] == f"ran {code}"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_working_directory_is_each_games_own(python, tmp_path, workers):
+    (tmp_path / "a").mkdir()
+    with contextlib.closing(Pool(python, workers=workers)) as pool:
+        for task in 1, 2:
+            pool.start(task, task)
+        pool.gather([1, 2])
+        ran = lambda task, code: run_in(pool, task, code)[0] == f"ran {code}"
+        assert ran(1, "os.chdir('a')") and os.getcwd() == str(tmp_path)
+        for task, name in ((1, "a"), (2, tmp_path.name)):
+            assert ran(task, f"assert os.path.basename(os.getcwd()) == {name!r}")
+        assert ran(1, "os.rmdir(os.getcwd())") and ran(1, "pass") and ran(2, "os.listdir()")
+        assert ran(1, f"assert os.path.basename(os.getcwd()) == {tmp_path.name!r}")
 
 
 # ---- what workers leave

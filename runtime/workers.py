@@ -12,6 +12,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import numbers
 import os
 import pkgutil
@@ -131,8 +132,9 @@ def as_info(info, env, task, category, won):
     if commands is not None:
         commands = [as_command(as_text(c, "a command"), type(env)) for c in commands]
     category = as_python(info.get("category", category))
-    if not isinstance(category, (str, int, float, type(None))):
-        raise ValueError(f"category is {category!r}, not a string, a number or None")
+    if (not isinstance(category, (str, int, float, type(None)))
+            or isinstance(category, float) and not math.isfinite(category)):
+        raise ValueError(f"category is {category!r}, not a string, a finite number or None")
     won = as_bool(info.get("won", won), "won")
     score = as_number(info.get("score", won), "score")
     if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
@@ -172,14 +174,19 @@ class EnvWorker:
         self.playing = {}  # games that are being played
         self.spare = []  # environments that can be used again
         self.made = []  # all environments
+        self.folders = {}  # the working directory of each, by its id()
 
     def load(self, number, task):
         if number not in self.loaded:
             if not self.spare:
-                self.spare.append(self.make_env())
+                with self.folder_of(None):
+                    self.spare.append(self.make_env())
                 self.made.append(self.spare[-1])
+                self.folders[id(self.spare[-1])] = self.folders.pop(id(None))
             env = self.spare.pop()
-            self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
+            with self.folder_of(env):
+                answer = env.reset(task)
+            self.ready[number] = env, *parts_of(answer, "reset()", "obs, info")
             self.loaded.add(number)
 
     def start(self, number, task):
@@ -192,9 +199,10 @@ class EnvWorker:
 
     def step(self, number, action):
         game = self.playing[number]
+        with self.folder_of(game.env):
+            answer = game.env.step(copy.deepcopy(action))
         obs, reward, terminated, truncated, info = parts_of(
-            game.env.step(copy.deepcopy(action)), "step()",
-            "obs, reward, terminated, truncated, info")
+            answer, "step()", "obs, reward, terminated, truncated, info")
         reward = as_number(reward, "reward")
         game.turns += 1
         game.total += reward
@@ -207,6 +215,22 @@ class EnvWorker:
         info = as_info(info, game.env, game.first["task"], game.first["category"],
                        won=over and game.total > 0)
         return obs, reward, terminated, truncated, info
+
+    @contextlib.contextmanager
+    def folder_of(self, env):
+        """Within this context, the working directory is that of the environment. If it goes
+        elsewhere, the other games and the rest of this process stay where they are."""
+        here = os.open(".", os.O_RDONLY)  # (a game can delete the folder)
+        try:
+            with contextlib.suppress(OSError):
+                os.chdir(self.folders.get(id(env)) or ".")
+            yield
+        finally:
+            self.folders[id(env)] = None
+            with contextlib.suppress(OSError):
+                self.folders[id(env)] = os.getcwd()
+            os.fchdir(here)
+            os.close(here)
 
     def drop(self, number, argument=None):
         if number in self.playing:
@@ -222,16 +246,19 @@ class EnvWorker:
 
     def close_env(self, number, env):
         if callable(getattr(env, "close", None)):
-            env.close()
+            with self.folder_of(env):
+                env.close()
 
-    def execute(self, number, requests):
+    def execute(self, number, requests, begins=lambda: None):
         """The answer to the last of the requests, or a GameError, because not every exception can
-        be pickled."""
+        be pickled. begins() is called when the last one begins."""
         try:
-            for op, argument in requests:
-                answer = getattr(self, op)(number, argument)
-            return answer
-        except KeyboardInterrupt:
+            *replayed, (op, argument) = requests
+            for earlier in replayed:
+                getattr(self, earlier[0])(number, earlier[1])
+            begins()
+            return getattr(self, op)(number, argument)
+        except ctrl_c():
             raise
         except BaseException as error:
             return GameError(in_words(error))
@@ -244,7 +271,17 @@ def in_words(error):
         text = str(error)
     except BaseException:
         text = "(it cannot be printed)"
-    return f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})"
+    text = " ".join(text.split())  # in one line
+    return f"{type(error).__name__}: {text:.1000} ({frame.f_code.co_filename}:{line})"
+
+
+in_worker = False  # whether this is a worker process
+
+
+def ctrl_c():
+    """What Ctrl-C raises, and no failure of a game is. It does not reach a worker, so whatever is
+    raised there comes from a game."""
+    return () if in_worker else KeyboardInterrupt
 
 
 GRACE = 5.0  # seconds that environments get to end what they do, and for their close()
@@ -258,7 +295,11 @@ def kill_group(pid):
 
 
 def worker_main(fd):
-    """A worker process: answers requests until its parent closes the pipe, or dies."""
+    """A worker process: answers requests until its parent closes the pipe, or dies. Before an
+    answer it sends None, when it begins with the request."""
+    global in_worker
+    in_worker, pid = True, os.getpid()
+    signal.signal(signal.SIGINT, lambda *_: None)  # which a game may send to itself
     os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
     for stream in sys.stdout, sys.stderr:  # no game fails because its print lacks a character
         if hasattr(stream, "reconfigure"):  # it may be closed, or replaced
@@ -283,7 +324,10 @@ def worker_main(fd):
             *_, number, requests, wants_answer = messages.get()  # loads come last
             if not requests:
                 break
-            answer = worker.execute(number, requests)
+            begins = functools.partial(conn.send, (number, None))
+            answer = worker.execute(number, requests, *[begins] * wants_answer)
+            if os.getpid() != pid:  # a game has forked, and this is its child
+                os._exit(0)
             if wants_answer:
                 conn.send((number, answer))
     worker.close()
@@ -325,6 +369,8 @@ class OpenGame:
     requests: list = field(default_factory=list)  # all (op, argument), to replay them if need be
     answer: tuple = None  # to the last request; None: not there yet
     order: int = 0  # of the last request, among those of all games
+    info: dict = None  # of the last answer
+    losses: int = 0  # how many workers were lost in its last request
     number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
     @property
@@ -346,9 +392,14 @@ class WorkerPool:
 
     A worker that dies, or does not answer within the environment's `patience`, is replaced and its
     games are replayed; the caller does not notice. A GameError names a game that fails, or the
-    games that waited when a worker was lost for the fourth time in a row."""
+    games that waited when a worker was lost for the fourth time in a row.
+
+    With the environment's `step_may_kill`, a game in whose step that happens twice ends there, as
+    lost, with a warning. A GameError says so when that was so with `max_lost` games in a row, and
+    no step was answered meanwhile: then it is not the actions."""
 
     remedy = ""  # what a GameError says behind the failure, with {} for the game
+    max_lost = 32
     warn_after = 60  # seconds without an answer after which the games are named
 
     def __init__(self, make, name, env, options=None, workers=0):
@@ -361,6 +412,8 @@ class WorkerPool:
         self.name = importable_name(name) if workers else getattr(name, "__name__", name)
         # by worker: process, pipe, how often it was lost since its last answer
         self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
+        self.at_work = [None] * workers  # the number of the game that each has begun to answer
+        self.lost = 0  # games that ended as lost since a step was answered
         self.games = {}  # by key
         self.loading = {}  # task: games that are being loaded
         self.loaders = itertools.cycle(range(workers))
@@ -410,7 +463,7 @@ class WorkerPool:
         try:
             answer = parts_of(self.env.parse_action(text), "parse_action()", "action, valid")
             return as_action(answer[0]), as_bool(answer[1], "valid")
-        except KeyboardInterrupt:
+        except ctrl_c():
             raise
         except BaseException as error:
             raise GameError(f"{self.name}: parse_action must return (action, valid) for every "
@@ -441,7 +494,7 @@ class WorkerPool:
     # ---- messages
     def ask(self, game, op, argument):
         game.requests.append((op, argument))
-        game.answer, game.order = None, next(self.order)
+        game.answer, game.order, game.losses = None, next(self.order), 0
         self.send(game, game.requests[-1:], wants_answer=True)
 
     def send(self, game, requests, wants_answer=False):
@@ -459,10 +512,10 @@ class WorkerPool:
         start = time.time()
         try:
             patience, first = self.env.patience, min(self.warn_after, self.env.patience)
-            if not self.conns[w].poll(first):
+            if not self.answers(w, first):
                 print(f"{self.name}: no answer for {first} seconds in {self.unanswered(w)}",
                       file=sys.stderr, flush=True)
-                if not self.conns[w].poll(patience - first):
+                if not self.answers(w, patience - first):
                     return self.replace(w, f"gave no answer for {patience} seconds")
             number, answer = self.conns[w].recv()
         except (EOFError, OSError):
@@ -470,10 +523,25 @@ class WorkerPool:
                 self.procs[w].wait(1)  # to know its exit status
             return self.replace(w, f"died with status {self.procs[w].returncode}")
         self.seconds += time.time() - start
+        self.at_work[w] = number if answer is None else None
         for game in self.games.values():  # it may have been dropped
-            if game.number == number:
+            if game.number == number and answer is not None:
                 game.answer = answer
                 self.losses[w] = 0
+                if isinstance(answer, tuple):
+                    game.info = answer[-1]
+                    self.lost = 0 if len(answer) == 5 else self.lost
+
+    def answers(self, w, seconds):
+        """Whether a worker sends something within so many seconds. EOFError: it is dead. The end
+        of its pipe would not say so while a child of it has the pipe, too."""
+        end = time.monotonic() + seconds
+        while not self.conns[w].poll(max(0.0, min(1.0, end - time.monotonic()))):
+            if self.procs[w].poll() is not None and not self.conns[w].poll():
+                raise EOFError
+            if time.monotonic() >= end:
+                return False
+        return True
 
     # ---- the workers
     def spawn(self, w):
@@ -489,6 +557,7 @@ class WorkerPool:
         self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                          stdin=subprocess.DEVNULL)
         self.conns[w].send((self.make, self.name, self.options))
+        self.at_work[w] = None
         child_end.close()
 
     def games_of(self, w):
@@ -505,7 +574,13 @@ class WorkerPool:
 
     def replace(self, w, why):
         """Starts another worker in the place of a lost one and replays its games."""
-        self.losses[w] += 1
+        at_work = next((game for game in self.games_of(w) if game.number == self.at_work[w]), None)
+        if self.env.step_may_kill and at_work and len(at_work.requests) > 1:
+            at_work.losses += 1
+            if at_work.losses == 2:
+                self.lose(at_work, why)
+        else:
+            self.losses[w] += 1
         if self.losses[w] > 3:
             game = next(game for game in self.games_of(w) if game.answer is None)
             raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row, at game "
@@ -515,4 +590,19 @@ class WorkerPool:
         self.conns[w].close()
         self.spawn(w)
         for game in self.games_of(w):
-            self.send(game, game.requests, wants_answer=game.answer is None)
+            if game.losses < 2:
+                self.send(game, game.requests, wants_answer=game.answer is None)
+
+    def lose(self, game, why):
+        """Ends a game as lost, because its last action has cost two workers."""
+        what = f"in a step a worker {why}, and again when it was repeated"
+        _, action = game.requests[-1]
+        print(f"{self.name}: game {game.task} is lost{game.when}: {what}. The action was "
+              f"{action!r:.300}", file=sys.stderr, flush=True)
+        game.answer = (f"The episode is over: {what}.", 0.0, True, False,
+                       game.info | {"won": False, "score": 0.0})
+        self.lost += 1
+        if self.lost == self.max_lost:
+            raise GameError(f"{self.name}: {self.lost} games in a row were lost, the last one game "
+                            f"{game.task}{game.when}: {what}. No step was answered meanwhile, so "
+                            "it is probably not the actions, but the environment")
