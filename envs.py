@@ -17,6 +17,7 @@ framework), but are worded differently. A Pool plays many games side by side in 
 (runtime/workers.py). They import this file, so nothing here imports torch: they start quickly.
 """
 import argparse
+import collections
 import contextlib
 import functools
 import inspect
@@ -191,11 +192,11 @@ class ToolEnv(Env):
         <tool_call>{"name": "answer", "arguments": {"number": 5}}</tool_call>
 
     The thought can be missing. Arguments arrive as the model wrote them: number can be "5". The
-    next message is what the method returned, a dict, list or set as JSON, or, if it raised an
-    exception, even SystemExit, that exception's text; after a response that is not in the format it
-    says what is wrong. So mistakes in your own tools are shown to nobody but the model: look at a
-    page of an episode, RUN/transcripts/*.html. A tool returns its answer: it cannot be async, nor a
-    generator.
+    next message is what the method returned, a dict, list, tuple or set as JSON, or, if it raised
+    an exception, even SystemExit, that exception's text; after a response that is not in the format
+    it says what is wrong. So mistakes in your own tools are shown to nobody but the model: look at
+    a page of an episode, RUN/transcripts/*.html. A tool returns its answer: it cannot be async, nor
+    a generator.
 
     `reward` is the return so far, undiscounted: 0 after reset, and tools change it, by
     self.reward += 1 or self.reward = 1. The reward of a step is the difference that it made, so
@@ -359,7 +360,7 @@ def depth(value):
 
 def result_text(result):
     """What a tool returned, as the model reads it. TypeError: it is no answer yet."""
-    if isinstance(result, (dict, list, set, frozenset)):
+    if isinstance(result, (dict, list, tuple, set, frozenset)):
         return json.dumps(json_value(result), ensure_ascii=False)
     return as_answer(result)
 
@@ -666,8 +667,12 @@ def tasks(name: str | type[Env], split: str, **options) -> list:
         env.close()
     if not ids:
         raise ValueError(f"--env {label} has no tasks in the split {split!r}")
-    if wrong := [task for task in ids if not isinstance(task, (str, int))]:
+    if wrong := [task for task in ids if isinstance(task, bool) or
+                 not isinstance(task, (str, int))]:
         raise ValueError(f"--env {label}: a task id is {wrong[0]!r}; it must be str or int")
+    (task, count), = collections.Counter(map(str, ids)).most_common(1)
+    if count > 1:
+        raise ValueError(f"--env {label}: the task id {task} comes {count} times in {split!r}")
     return sorted(ids, key=lambda task: (isinstance(task, str), task))  # a set has no fixed order
 
 

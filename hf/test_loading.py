@@ -38,7 +38,7 @@ def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones
     assert named == tuple(tokenizer.convert_tokens_to_ids(["<|other|>", "5"]))
     # the template never spells <|tool|>: it writes '<|' + role + '|>'
     for names in (("<|end|>", "<|other|>"), ("nonsense-word", "<|other|>"), ("<|other|>",) * 2,
-                  ("<|tool|>", "5")):
+                  ("<|tool|>", "5"), ("\u00b2", "<|other|>")):
         with pytest.raises(ValueError, match=f"--value_tokens {names[0]}.*: give two different"):
             reserve_value_ids(tokenizer, len(tokenizer), stops, names)
 
