@@ -14,6 +14,7 @@ import envs
 import train
 from environments.house import House
 from envs import Pool, default_workers, make_env, tasks
+from runtime.distributed import stop
 from runtime.testing import GAMES, HERE, MY_ENV, a_pool, on_the_cpu, run_main
 from runtime.workers import as_command
 
@@ -392,6 +393,13 @@ def test_ctrl_c_stops_games_of_this_process(python):
     with contextlib.closing(Pool(python)) as pool:
         pool.start(0, 1)
         pool.gather([0])
+        with stop.handle_signals():
+            assert run_in(pool, 0, "raise KeyboardInterrupt(1)")[0] == "KeyboardInterrupt: 1"
+            assert not stop.requested()
+            signals = "for _ in range(99): time.sleep(0.1); signal.raise_signal(signal.SIGINT)"
+            with pytest.raises(KeyboardInterrupt):  # at the second one, a second after the first
+                run_in(pool, 0, signals)
+            assert stop.requested()
         with pytest.raises(KeyboardInterrupt):
             run_in(pool, 0, "signal.raise_signal(signal.SIGINT)")
 

@@ -220,17 +220,13 @@ class EnvWorker:
     def folder_of(self, env):
         """Within this context, the working directory is that of the environment. If it goes
         elsewhere, the other games and the rest of this process stay where they are."""
-        here = os.open(".", os.O_RDONLY)  # (a game can delete the folder)
+        here = working_directory()
+        go_to(self.folders.get(id(env)) or here)
         try:
-            with contextlib.suppress(OSError):
-                os.chdir(self.folders.get(id(env)) or ".")
             yield
         finally:
-            self.folders[id(env)] = None
-            with contextlib.suppress(OSError):
-                self.folders[id(env)] = os.getcwd()
-            os.fchdir(here)
-            os.close(here)
+            self.folders[id(env)] = working_directory()
+            go_to(here)
 
     def drop(self, number, argument=None):
         if number in self.playing:
@@ -275,13 +271,26 @@ def in_words(error):
     return f"{type(error).__name__}: {text:.1000} ({frame.f_code.co_filename}:{line})"
 
 
-in_worker = False  # whether this is a worker process
+def working_directory():
+    """The path of the working directory; None: somebody has deleted it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def go_to(folder):
+    """Changes the working directory, unless it is this one, or that is not possible."""
+    if folder and folder != working_directory():
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
 
 
 def ctrl_c():
-    """What Ctrl-C raises, and no failure of a game is. It does not reach a worker, so whatever is
-    raised there comes from a game."""
-    return () if in_worker else KeyboardInterrupt
+    """The exception that Ctrl-C raises, which is no failure of a game. It raises none in a worker,
+    nor where training handles signals, so that KeyboardInterrupt there comes from a game."""
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return KeyboardInterrupt if raises else ()
 
 
 GRACE = 5.0  # seconds that environments get to end what they do, and for their close()
@@ -297,9 +306,8 @@ def kill_group(pid):
 def worker_main(fd):
     """A worker process: answers requests until its parent closes the pipe, or dies. Before an
     answer it sends None, when it begins with the request."""
-    global in_worker
-    in_worker, pid = True, os.getpid()
-    signal.signal(signal.SIGINT, lambda *_: None)  # which a game may send to itself
+    pid = os.getpid()
+    signal.signal(signal.SIGINT, lambda *_: None)  # a game may send it to itself
     os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
     for stream in sys.stdout, sys.stderr:  # no game fails because its print lacks a character
         if hasattr(stream, "reconfigure"):  # it may be closed, or replaced
