@@ -387,12 +387,16 @@ def json_scalar(value):
 
 
 def as_answer(value):
-    """str(value). TypeError: it must be awaited or iterated first."""
+    """str(value). TypeError: it must be awaited or iterated first, or has no text but the place
+    where it is in memory, which is another one in every process."""
     if isinstance(value, (Awaitable, AsyncIterator, Iterator)):
         getattr(value, "close", bool)()  # else Python warns that it was never awaited
         raise TypeError(f"the tool returned a {type(value).__name__}, which must be awaited or "
                         "iterated; a tool must return its answer")
-    return str(value)
+    text = str(value)
+    if f"{id(value):x}" in text.lower():
+        raise TypeError(f"the tool returned a {type(value).__name__}, which has no text")
+    return text
 
 
 def error_text(error):

@@ -2239,6 +2239,8 @@ RESULTS = [  # what a tool returns, and how what the model reads begins
     (lambda: nothing_yet("many"), NOT_YET.format("async_generator")),
     (lambda: nothing_yet("map"), NOT_YET.format("map")),
     (lambda: {"x": nothing_yet("some")}, NOT_YET.format("generator")),
+    (object, "TypeError: the tool returned a object, which has no text"),
+    (lambda: {"x": [print, len, nothing_yet]}, "TypeError: the tool returned a function, which"),
     (lambda: (1, [nothing_yet("wait")]), NOT_YET.format("coroutine")),
     (lambda: {nothing_yet("wait"): 1}, NOT_YET.format("coroutine")),
     (lambda: (1, "a"), '[1, "a"]'),

@@ -310,10 +310,11 @@ def test_workers_start_whatever_is_in_the_path(own, tmp_path, monkeypatch):
     name = own()
     (tmp_path / "aside").mkdir()
     (tmp_path / f"{tmp_path.name}.py").rename(tmp_path / "aside" / f"{tmp_path.name}.py")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "aside")])
+    before = sys.path
+    monkeypatch.setattr(sys, "path", [*before, str(tmp_path / "aside")])
     env = envs.env_class(name)
     for entry in (pathlib.Path("aside"), Path("aside"), b"aside"):
-        monkeypatch.setattr(sys, "path", [None, 5, object(), entry, *sys.path[:-1]])
+        monkeypatch.setattr(sys, "path", [None, 5, object(), entry, *before])
         with contextlib.closing(Pool(env, workers=1)) as pool:
             pool.start(0, 5)
             assert pool.gather([0])
@@ -404,12 +405,12 @@ def test_ctrl_c_stops_games_of_this_process(python):
             run_in(pool, 0, "signal.raise_signal(signal.SIGINT)")
 
 
-ENDS = [("os._exit(7)", "a worker died with status 7"),
-        ("os.kill(os.getpid(), 9)", "a worker died with status -9"),
-        ("os.closerange(3, 256)", "a worker died"),
-        ("while True: pass", "a worker gave no answer for 2 seconds"),
+ENDS = [("os._exit(7)", "its worker died with status 7"),
+        ("os.kill(os.getpid(), 9)", "its worker died with status -9"),
+        ("os.closerange(3, 256)", "its worker died"),
+        ("while True: pass", "its worker gave no answer for 2 seconds"),
         # a child that lives longer has the worker's pipe, too
-        ("if os.fork(): os._exit(7)\ntime.sleep(600)", "a worker died with status 7")]
+        ("if os.fork(): os._exit(7)\ntime.sleep(600)", "its worker died with status 7")]
 
 
 @pytest.mark.parametrize("code, says", ENDS)
@@ -432,7 +433,7 @@ def test_call_that_costs_its_worker_loses_its_episode_alone(python, capsys, code
         text, *_ = run_in(pool, 2, "assert x == [5, 6]")
         assert text == "ran assert x == [5, 6]"
     err = capsys.readouterr().err
-    assert f"game 1 is lost in turn 2: in a step {says}" in err and repr(code)[1:9] in err
+    assert f"game 1 is lost in turn 2: {says}" in err and repr(code)[1:9] in err
     assert err.count("is lost") == 1
 
 
@@ -451,7 +452,7 @@ def test_games_that_are_lost_one_after_the_other_end_the_run(python):
     with contextlib.closing(Pool(python, workers=2)) as pool:
         pool.max_lost = 4
         with pytest.raises(envs.GameError, match=r"4 games in a row were lost, .* game 2 in turn 1:"
-                                                 r" in a step a worker died with status 1"):
+                                                 r" its worker died with status 1"):
             for game in range(9):
                 pool.start(game, 2)
                 pool.gather([game])

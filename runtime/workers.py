@@ -603,7 +603,7 @@ class WorkerPool:
 
     def lose(self, game, why):
         """Ends a game as lost, because its last action has cost two workers."""
-        what = f"in a step a worker {why}, and again when it was repeated"
+        what = f"its worker {why}, and so did the next one in the same step"
         _, action = game.requests[-1]
         print(f"{self.name}: game {game.task} is lost{game.when}: {what}. The action was "
               f"{action!r:.300}", file=sys.stderr, flush=True)
