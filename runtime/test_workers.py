@@ -337,7 +337,7 @@ import envs
 
 class Python(envs.ToolEnv):
     tools = "run",
-    patience = 2
+    patience = 5
 
     def tasks(self, split):
         return [1, 2, 3] if split == "test" else [4, 5]
@@ -408,7 +408,7 @@ def test_ctrl_c_stops_games_of_this_process(python):
 ENDS = [("os._exit(7)", "its worker died with status 7"),
         ("os.kill(os.getpid(), 9)", "its worker died with status -9"),
         ("os.closerange(3, 256)", "its worker died"),
-        ("while True: pass", "its worker gave no answer for 2 seconds"),
+        ("while True: pass", "its worker gave no answer for 5 seconds"),
         # a child that lives longer has the worker's pipe, too
         ("if os.fork(): os._exit(7)\ntime.sleep(600)", "its worker died with status 7")]
 
@@ -446,6 +446,17 @@ def test_call_that_costs_its_worker_once_is_repeated(python):
             with contextlib.suppress(FileNotFoundError):
                 os.remove("been")
             assert run_in(pool, 0, once)[:3] == (f"ran {once}", 1, False)
+
+
+def test_patience_is_that_of_one_step_also_where_steps_are_repeated(python, capsys):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        for _ in range(4):
+            run_in(pool, 0, "time.sleep(1.5)")  # all of them take longer than its patience
+        pool.procs[0].kill()
+        assert run_in(pool, 0, "pass")[0] == "ran pass" and pool.losses == [0]
+    assert "no answer" not in capsys.readouterr().err
 
 
 def test_games_that_are_lost_one_after_the_other_end_the_run(python):

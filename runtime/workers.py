@@ -245,15 +245,14 @@ class EnvWorker:
             with self.folder_of(env):
                 env.close()
 
-    def execute(self, number, requests, begins=lambda: None):
+    def execute(self, number, requests, begins=lambda left: None):
         """The answer to the last of the requests, or a GameError, because not every exception can
-        be pickled. begins() is called when the last one begins."""
+        be pickled. When one begins, begins(the number of those that are left) is called."""
         try:
-            *replayed, (op, argument) = requests
-            for earlier in replayed:
-                getattr(self, earlier[0])(number, earlier[1])
-            begins()
-            return getattr(self, op)(number, argument)
+            for n, (op, argument) in enumerate(requests, 1):
+                begins(len(requests) - n)
+                answer = getattr(self, op)(number, argument)
+            return answer
         except ctrl_c():
             raise
         except BaseException as error:
@@ -275,7 +274,7 @@ def working_directory():
     """The path of the working directory; None: somebody has deleted it."""
     try:
         return os.getcwd()
-    except FileNotFoundError:
+    except OSError:
         return None
 
 
@@ -304,8 +303,8 @@ def kill_group(pid):
 
 
 def worker_main(fd):
-    """A worker process: answers requests until its parent closes the pipe, or dies. Before an
-    answer it sends None, when it begins with the request."""
+    """A worker process: answers requests until its parent closes the pipe, or dies. When it begins
+    with a request, it sends how many are left that it got together with it."""
     pid = os.getpid()
     signal.signal(signal.SIGINT, lambda *_: None)  # a game may send it to itself
     os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
@@ -332,8 +331,7 @@ def worker_main(fd):
             *_, number, requests, wants_answer = messages.get()  # loads come last
             if not requests:
                 break
-            begins = functools.partial(conn.send, (number, None))
-            answer = worker.execute(number, requests, *[begins] * wants_answer)
+            answer = worker.execute(number, requests, lambda left: conn.send((number, left)))
             if os.getpid() != pid:  # a game has forked, and this is its child
                 os._exit(0)
             if wants_answer:
@@ -420,7 +418,8 @@ class WorkerPool:
         self.name = importable_name(name) if workers else getattr(name, "__name__", name)
         # by worker: process, pipe, how often it was lost since its last answer
         self.procs, self.conns, self.losses = [None] * workers, [None] * workers, [0] * workers
-        self.at_work = [None] * workers  # the number of the game that each has begun to answer
+        # the number of the game that each is at, and how many requests are left of it
+        self.at_work = [(None, 0)] * workers
         self.lost = 0  # games that ended as lost since a step was answered
         self.games = {}  # by key
         self.loading = {}  # task: games that are being loaded
@@ -531,9 +530,10 @@ class WorkerPool:
                 self.procs[w].wait(1)  # to know its exit status
             return self.replace(w, f"died with status {self.procs[w].returncode}")
         self.seconds += time.time() - start
-        self.at_work[w] = number if answer is None else None
+        begins = isinstance(answer, int)
+        self.at_work[w] = (number, answer) if begins else (None, 0)
         for game in self.games.values():  # it may have been dropped
-            if game.number == number and answer is not None:
+            if game.number == number and not begins:
                 game.answer = answer
                 self.losses[w] = 0
                 if isinstance(answer, tuple):
@@ -565,7 +565,7 @@ class WorkerPool:
         self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                          stdin=subprocess.DEVNULL)
         self.conns[w].send((self.make, self.name, self.options))
-        self.at_work[w] = None
+        self.at_work[w] = None, 0
         child_end.close()
 
     def games_of(self, w):
@@ -582,11 +582,12 @@ class WorkerPool:
 
     def replace(self, w, why):
         """Starts another worker in the place of a lost one and replays its games."""
-        at_work = next((game for game in self.games_of(w) if game.number == self.at_work[w]), None)
-        if self.env.step_may_kill and at_work and len(at_work.requests) > 1:
-            at_work.losses += 1
-            if at_work.losses == 2:
-                self.lose(at_work, why)
+        step = next((game for game in self.games_of(w) if (game.number, 0) == self.at_work[w]
+                     and game.answer is None and len(game.requests) > 1), None)
+        if self.env.step_may_kill and step:
+            step.losses += 1
+            if step.losses == 2:
+                self.lose(step, why)
         else:
             self.losses[w] += 1
         if self.losses[w] > 3:
