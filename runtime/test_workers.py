@@ -320,6 +320,17 @@ def test_workers_start_whatever_is_in_the_path(own, tmp_path, monkeypatch):
             assert pool.gather([0])
 
 
+def test_module_that_starts_workers_when_it_is_imported_is_refused(own, tmp_path):
+    """Else every worker would start workers, and so on."""
+    name = own()
+    module = tmp_path / f"{tmp_path.name}.py"
+    module.write_text(module.read_text() + f"\n\nPool = envs.Pool({name!r}, workers=1)\n")
+    with contextlib.closing(envs.env_class(name) and sys.modules[tmp_path.name].Pool) as pool:
+        pool.start(0, 5)
+        with pytest.raises(envs.GameError, match="a worker process cannot start workers"):
+            pool.gather([0])
+
+
 def test_what_a_game_prints_fails_in_no_locale(own, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     reset = "    def reset(self, task):"

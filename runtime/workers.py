@@ -292,6 +292,7 @@ def ctrl_c():
     return KeyboardInterrupt if raises else ()
 
 
+in_worker = False  # whether this is a worker process
 GRACE = 5.0  # seconds that environments get to end what they do, and for their close()
 
 
@@ -305,7 +306,8 @@ def kill_group(pid):
 def worker_main(fd):
     """A worker process: answers requests until its parent closes the pipe, or dies. When it begins
     with a request, it sends how many are left that it got together with it."""
-    pid = os.getpid()
+    global in_worker
+    in_worker, pid = True, os.getpid()
     signal.signal(signal.SIGINT, lambda *_: None)  # a game may send it to itself
     os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
     for stream in sys.stdout, sys.stderr:  # no game fails because its print lacks a character
@@ -411,6 +413,9 @@ class WorkerPool:
     def __init__(self, make, name, env, options=None, workers=0):
         if workers < 0:
             raise ValueError(f"workers is {workers}; it must be 0 or more")
+        if workers and in_worker:
+            raise ValueError("a worker process cannot start workers: it has imported a module that "
+                             "does so; put that below `if __name__ == \"__main__\":`")
         self.make = make
         self.env = env
         self.options = options or {}
