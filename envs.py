@@ -251,8 +251,8 @@ class ToolEnv(Env):
                              "of methods, as in tools = \"add\", \"answer\"")
         schemas = []
         for name in cls.tools:
-            taken = name in ("tasks", "reset", "advice", "close") or hasattr(ToolEnv, name)
-            if taken or not callable(getattr(cls, name, None)):
+            taken = name in ("tasks", "reset", "advice", "close") or hasattr(ToolEnv, str(name))
+            if taken or not callable(getattr(cls, str(name), None)):
                 raise ValueError(f"{cls.__name__}.tools names {name!r}, which is not a method of "
                                  "this class, or a name that environments use themselves")
             tool = getattr(cls, name)

@@ -710,7 +710,8 @@ def test_parsers_that_fail_are_named(parse_action, says):
 
 @pytest.mark.parametrize("names, says", [
     ("multiply", "tools is 'multiply'; it must be a tuple"),
-    (("multiplies",), "names 'multiplies'"), (("reset",), "names 'reset', which is"),
+    (("multiplies",), "names 'multiplies'"), (({},), "names {}, which is"),
+    (("reset",), "names 'reset', which is"),
     (("bare",), "Wrong.bare cannot be a tool: .*type hint")])
 def test_methods_that_cannot_be_tools_are_named(names, says):
     class Wrong(Calculator):
