@@ -383,7 +383,7 @@ def test_text_cannot_spell_control_tokens_in_other_letters(attack, strip):
 
 def test_text_cannot_spell_value_tokens_that_are_words():
     lm = random_model("qwen2", 1)
-    words = [token for token in lm.tokenizer.get_vocab() if len(token) > 3 and token.isalpha()][:2]
+    words = ["sofa", "vase"]
     ids = {*lm.tokenizer.convert_tokens_to_ids(words)}
     assert ids & {*lm.chat.encode_user_turn("".join(words))}
     lm = actor_critic(lm.model, lm.tokenizer, value_tokens=tuple(words))
