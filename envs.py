@@ -30,9 +30,9 @@ import sys
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 
+from runtime.answers import as_number, as_python, obs_text
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import (EnvWorker, WorkerPool, as_number, as_python, ctrl_c, is_importable,
-                             obs_text, processes_per_rank)
+from runtime.workers import EnvWorker, WorkerPool, ctrl_c, is_importable, processes_per_rank
 
 REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
 ROLE = "You live in a text world and solve one task in it by typing commands."

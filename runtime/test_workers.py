@@ -14,9 +14,9 @@ import envs
 import train
 from environments.house import House
 from envs import Pool, default_workers, make_env, tasks
+from runtime.answers import as_command
 from runtime.distributed import stop
 from runtime.testing import GAMES, HERE, MY_ENV, a_pool, on_the_cpu, run_main
-from runtime.workers import as_command
 
 
 def side_by_side(pool, ids, disturb=lambda turn: None):
@@ -736,8 +736,12 @@ def test_child_of_a_worker_gives_no_answers(python):
     with contextlib.closing(Pool(python, workers=1)) as pool:
         pool.start(0, 1)
         pool.gather([0])
-        for code in ("os.fork() or time.sleep(0.1)", "time.sleep(0.4)", "pass"):
+        for code in ("os.fork() or time.sleep(0.1)", "print(file=open('ran', 'a'))",
+                     "time.sleep(0.4)", "pass"):
             assert run_in(pool, 0, code)[0] == f"ran {code}"
+        pool.procs[0].kill()
+        assert run_in(pool, 0, "time.sleep(0.4)")[1] == 1
+        assert len(pathlib.Path("ran").read_text()) == 2  # in the worker, and when it is replayed
 
 
 @IN_TURN

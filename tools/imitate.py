@@ -49,11 +49,11 @@ from hf.loading import sapo_json_of
 from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
                    restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
+from runtime.answers import as_info, as_observation, obs_text
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
-from runtime.workers import as_info, as_observation, obs_text
 from training.run import settings_of_games, with_speed_and_memory_settings
 from training.settings import LARGE, check_ranges, expanded
 

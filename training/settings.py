@@ -19,10 +19,10 @@ import torch
 
 import envs
 from hf.loading import sapo_json_of
+from runtime.answers import as_python, as_text
 from runtime.checkpoint import RunDir, default_run_name
 from runtime.cli import file_path, parser_for
 from runtime.distributed import print0
-from runtime.workers import as_python, as_text
 
 # The methods that have a short name; any other is MODULE:CLASS, as for environments.
 ALGOS = {"sapo": "train:Learner", "ppo-turns": "baselines.learners:PPOTurns",
