@@ -17,6 +17,7 @@ framework), but are worded differently. A Pool plays many games side by side in 
 (runtime/workers.py). They import this file, so nothing here imports torch: they start quickly.
 """
 import argparse
+import collections
 import contextlib
 import functools
 import inspect
@@ -29,9 +30,9 @@ import sys
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 
+from runtime.answers import as_number, as_python, obs_text
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import (EnvWorker, WorkerPool, as_number, as_python, is_importable,
-                             obs_text, processes_per_rank)
+from runtime.workers import EnvWorker, WorkerPool, ctrl_c, is_importable, processes_per_rank
 
 REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
 ROLE = "You live in a text world and solve one task in it by typing commands."
@@ -69,7 +70,10 @@ class Env:
                         not in the format, which can be the response's whole text
 
     The same actions must lead to the same answers, because the games of a worker that died are
-    played again. Many objects are used at once in one process.
+    played again. Many objects are used at once in one process, without workers that of the run:
+    what belongs to all of it, such as environment variables, torch's default dtype or its grad
+    mode, must stay as it is. Only the working directory is each object's own, unless the class is
+    asynchronous.
 
     The return from a turn on is the sum of the rewards from there on, discounted by --gamma. It
     must be within +-r_max, or a run warns. With --algo ppo, the return is that of the whole
@@ -129,7 +133,9 @@ class Env:
     game has a thread in its worker, and answers are taken when they come. A rollout then repeats up
     to rounding, which sooner or later flips a token, and --resume is not exact. The class must be
     in a module, because this needs workers; and what its objects share, such as the generator of
-    the module random, is used by many threads at once."""
+    the module random, is used by many threads at once. They share their worker's working directory,
+    too: whoever changes it changes it for all of them. When a worker dies, all games that it was at
+    are tried again one at a time, to find the one that kills, and its others wait for them."""
 
     # the game
     flags = ()  # train.py's settings that the constructor takes
@@ -153,6 +159,7 @@ class Env:
     graded = False  # whether a score can be between 0 and 1
     # worker processes
     patience = 600  # seconds after which a silent worker is replaced
+    step_may_kill = False  # whether a step that costs two workers loses its episode, not the run
     workers = None  # worker processes per rank; None: as many as there are cores
     asynchronous = False  # whether each game has a thread, so that no game waits for a slow one
 
@@ -200,11 +207,11 @@ class ToolEnv(Env):
         <tool_call>{"name": "answer", "arguments": {"number": 5}}</tool_call>
 
     The thought can be missing. Arguments arrive as the model wrote them: number can be "5". The
-    next message is what the method returned, a dict, list or set as JSON, or, if it raised an
-    exception, even SystemExit, that exception's text; after a response that is not in the format it
-    says what is wrong. So mistakes in your own tools are shown to nobody but the model: look at a
-    page of an episode, RUN/transcripts/*.html. A tool returns its answer: it cannot be async, nor a
-    generator.
+    next message is what the method returned, a dict, list, tuple or set as JSON, or, if it raised
+    an exception, even SystemExit, that exception's text; after a response that is not in the format
+    it says what is wrong. So mistakes in your own tools are shown to nobody but the model: look at
+    a page of an episode, RUN/transcripts/*.html. A tool returns its answer: it cannot be async, nor
+    a generator.
 
     `reward` is the return so far, undiscounted: 0 after reset, and tools change it, by
     self.reward += 1 or self.reward = 1. The reward of a step is the difference that it made, so
@@ -213,12 +220,19 @@ class ToolEnv(Env):
 
     The episode ends when a tool sets `done`, or with a response that calls no tool. It is won if
     its return is above 0; for another rule, override step, and add `won` to the info that it
-    returns. A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so,
-    because a call is longer than a command."""
+    returns. It is also over, and lost, if a call kills its worker process or does not end within
+    `patience` seconds, and again when it is repeated; a warning says so. (Without workers it would
+    end the run. A tool that runs what a model writes needs them, and a sandbox of your own: it
+    could do all that you can.)
+
+    A model made by tools/imitate.py needs recommended = {"max_new_tokens": 128} or so, because a
+    call is longer than a command."""
 
     context = "full"
     role = instruction = ""
     max_observation = 8000
+    patience = 60
+    step_may_kill = True
     reward = 0.0  # the return so far
     done = False  # whether the latest action has ended the episode
     # The action that parse_action returns for a response that calls no tool: it ends the episode.
@@ -252,8 +266,8 @@ class ToolEnv(Env):
                              "of methods, as in tools = \"add\", \"answer\"")
         schemas = []
         for name in cls.tools:
-            taken = name in ("tasks", "reset", "advice", "close") or hasattr(ToolEnv, name)
-            if taken or not callable(getattr(cls, name, None)):
+            taken = name in ("tasks", "reset", "advice", "close") or hasattr(ToolEnv, str(name))
+            if taken or not callable(getattr(cls, str(name), None)):
                 raise ValueError(f"{cls.__name__}.tools names {name!r}, which is not a method of "
                                  "this class, or a name that environments use themselves")
             tool = getattr(cls, name)
@@ -326,7 +340,7 @@ class ToolEnv(Env):
                     total = as_number(self.reward, "reward")
                     as_number(total - before, "the change of reward")
                     reward = total
-            except KeyboardInterrupt:
+            except ctrl_c():
                 raise
             except BaseException as error:  # whatever a call does: exit() is SystemExit
                 result = error_text(error)
@@ -361,7 +375,7 @@ def depth(value):
 
 def result_text(result):
     """What a tool returned, as the model reads it. TypeError: it is no answer yet."""
-    if isinstance(result, (dict, list, set, frozenset)):
+    if isinstance(result, (dict, list, tuple, set, frozenset)):
         return json.dumps(json_value(result), ensure_ascii=False)
     return as_answer(result)
 
@@ -388,18 +402,22 @@ def json_scalar(value):
 
 
 def as_answer(value):
-    """str(value). TypeError: it must be awaited or iterated first."""
+    """str(value). TypeError: it must be awaited or iterated first, or has no text but the place
+    where it is in memory, which is another one in every process."""
     if isinstance(value, (Awaitable, AsyncIterator, Iterator)):
         getattr(value, "close", bool)()  # else Python warns that it was never awaited
         raise TypeError(f"the tool returned a {type(value).__name__}, which must be awaited or "
                         "iterated; a tool must return its answer")
-    return str(value)
+    text = str(value)
+    if f"{id(value):x}" in text.lower():
+        raise TypeError(f"the tool returned a {type(value).__name__}, which has no text")
+    return text
 
 
 def error_text(error):
     try:
         return f"{type(error).__name__}: {error}"
-    except KeyboardInterrupt:
+    except ctrl_c():
         raise
     except BaseException:  # its __str__ is a tool's code, too
         return type(error).__name__
@@ -668,8 +686,12 @@ def tasks(name: str | type[Env], split: str, **options) -> list:
         env.close()
     if not ids:
         raise ValueError(f"--env {label} has no tasks in the split {split!r}")
-    if wrong := [task for task in ids if not isinstance(task, (str, int))]:
+    if wrong := [task for task in ids if isinstance(task, bool) or
+                 not isinstance(task, (str, int))]:
         raise ValueError(f"--env {label}: a task id is {wrong[0]!r}; it must be str or int")
+    (task, count), = collections.Counter(map(str, ids)).most_common(1)
+    if count > 1:
+        raise ValueError(f"--env {label}: the task id {task} comes {count} times in {split!r}")
     return sorted(ids, key=lambda task: (isinstance(task, str), task))  # a set has no fixed order
 
 

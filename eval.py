@@ -54,7 +54,8 @@ import envs
 from model import load, local_folder
 from rollout import EVALUATION, Sampler, trajectories
 from runtime.checkpoint import RunDir, read_json, write_file
-from runtime.cli import Parser, argparse_options, choose_threads, one_line_errors, progress
+from runtime.cli import (Parser, argparse_options, choose_threads, file_path, one_line_errors,
+                         progress)
 from runtime.distributed import (all_gather_list, init_distributed, mean_or_zero, print0, rank,
                                  world_size)
 from runtime.report import Mean, comparison, draw, group_runs, key_of, paper_table
@@ -241,7 +242,7 @@ def columns_of(config) -> dict:
 
 # The settings that an evaluation has in common with a run: flags of train.py, of which `places` and
 # `objects` are the house's; and `date`, the day on which the run began.
-SHARED = {"env": str, "data": os.path.expanduser, "context": Literal["window", "full"],
+SHARED = {"env": str, "data": file_path, "context": Literal["window", "full"],
           "engine": Literal["kv", "hf"], "dtype": Literal["float32", "bfloat16"],
           "max_num_seqs": int, "horizon": int, "history": int, "max_new_tokens": int,
           "max_prompt": int, "places": int, "objects": int, "leave_out": list, "date": str}
@@ -253,15 +254,14 @@ DEFAULTS = {"env": "house", "engine": "kv", "history": 2, "max_new_tokens": 512}
 def make_parser(description):
     parser = Parser(description=description)
     add = parser.add_argument
-    path = {"type": os.path.expanduser}
-    add("--model", default="tiny", **path,
+    add("--model", default="tiny", type=file_path,
         help="a run, RUN/best, a model's folder, hub id or bare name")
     add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
     add("--limit", type=int, default=0, help="number of games, evenly spaced (0: all)")
     add("--temperature", type=float, help="0: greedy; default: the environment's first one, which "
         f"is {envs.Env.eval_temperatures[0]} unless it has another")
     add("--seed", type=int, default=0)
-    add("--out", **path,
+    add("--out", type=file_path,
         help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
     defaults = {"max_num_seqs": f"{MAX_NUM_SEQS} games side by side per rank",
                 "date": "today (for chat templates that print it)"}
@@ -408,7 +408,7 @@ def load_sampler(settings):
 
 def main():
     parser = make_parser(__doc__.partition("\n")[0])
-    runs = {"nargs": "+", "metavar": "RUN", "type": os.path.expanduser}
+    runs = {"nargs": "+", "metavar": "RUN", "type": file_path}
     parser.add_argument("--plot", **runs, help="only draw training curves")
     parser.add_argument("--table", **runs, help="only print the paper's table")
     parser.add_argument("--reach", type=float, help="a success rate, such as half-way from start "

@@ -746,7 +746,8 @@ def test_parsers_that_fail_are_named(parse_action, says):
 
 @pytest.mark.parametrize("names, says", [
     ("multiply", "tools is 'multiply'; it must be a tuple"),
-    (("multiplies",), "names 'multiplies'"), (("reset",), "names 'reset', which is"),
+    (("multiplies",), "names 'multiplies'"), (({},), "names {}, which is"),
+    (("reset",), "names 'reset', which is"),
     (("bare",), "Wrong.bare cannot be a tool: .*type hint")])
 def test_methods_that_cannot_be_tools_are_named(names, says):
     class Wrong(Calculator):
@@ -1802,12 +1803,17 @@ def test_evaluations_that_differ_have_their_own_files(tmp_path, capsys):
     assert "eval-test-temperature=1-seed=3.json will be replaced" in capsys.readouterr().out
 
 
-def test_task_ids_are_strings_or_integers():
+@pytest.mark.parametrize("ids, says", [
+    ([1.5], "a task id is 1.5; it must be str or int"), ([1, b"a"], "a task id is b'a'"),
+    ([0, True], "a task id is True"), ([np.bool_(False)], "a task id is False"),
+    (["b", "a", "b"], "the task id b comes 2 times in 'train'"), ([1, np.int64(1)], "id 1 comes"),
+    (["1", 2, 1], "the task id 1 comes 2 times")])  # --leave_out 1 would mean both
+def test_task_ids_are_different_strings_or_integers(ids, says):
     class Mine(House):
         def tasks(self, split):
-            return [1.5]
+            return ids
 
-    with pytest.raises(ValueError, match="a task id is 1.5; it must be str or int"):
+    with pytest.raises(ValueError, match=says):
         envs.tasks(Mine, "train")
 
 
@@ -2327,6 +2333,11 @@ RESULTS = [  # what a tool returns, and how what the model reads begins
     (lambda: nothing_yet("many"), NOT_YET.format("async_generator")),
     (lambda: nothing_yet("map"), NOT_YET.format("map")),
     (lambda: {"x": nothing_yet("some")}, NOT_YET.format("generator")),
+    (object, "TypeError: the tool returned a object, which has no text"),
+    (lambda: {"x": [print, len, nothing_yet]}, "TypeError: the tool returned a function, which"),
+    (lambda: (1, [nothing_yet("wait")]), NOT_YET.format("coroutine")),
+    (lambda: {nothing_yet("wait"): 1}, NOT_YET.format("coroutine")),
+    (lambda: (1, "a"), '[1, "a"]'),
     (lambda: "x" * 10 ** 6, "x" * 8000 + "... [992000 characters left out]")]
 ERRORS = [
     (lambda: ValueError("no"), "ValueError: no"), (lambda: SystemExit(3), "SystemExit: 3"),

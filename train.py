@@ -30,12 +30,13 @@ from eval import sampler_for
 from hf.loading import refuse_adapters
 from model import ActorCritic, Batch, Scores, make_batch, micro_batches
 from rollout import ROLLOUT, SHUFFLE, Turn, rollout
+from runtime.answers import as_number
 from runtime.checkpoint import Clock, read_json, read_tensors
 from runtime.cli import one_line_errors, progress
 from runtime.distributed import (all_gather_list, all_reduce_sum, init_distributed, mean_or_zero,
                                  print0, process_group, rank)
 from runtime.optim import AdamW, checked, load_state, saved_state, summed_gradients
-from runtime.workers import GameError, WorkerPool, as_number
+from runtime.workers import GameError, WorkerPool
 from sapo import (discounted_returns, explained_variance, normalize_advantages, sapo_loss,
                   turn_targets)
 from training.run import prepared, with_speed_and_memory_settings

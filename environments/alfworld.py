@@ -116,7 +116,7 @@ def patched_textworld():
 
 def alfworld_root(data=None):
     """The folder json_2.1.1 below `data`, $ALFWORLD_DATA, or where alfworld-download puts it."""
-    data = data or os.environ.get("ALFWORLD_DATA") or os.path.expanduser("~/.cache/alfworld")
+    data = os.path.expanduser(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld")
     root = os.path.join(data, "json_2.1.1")
     if not os.path.isdir(root):
         raise FileNotFoundError(

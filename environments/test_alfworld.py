@@ -21,6 +21,14 @@ needs_original = pytest.mark.skipif(sys.version_info >= (3, 13),
                                     reason="TextWorld without shortcuts fails on Python 3.13")
 
 
+def test_data_is_found_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "games/json_2.1.1").mkdir(parents=True)
+    monkeypatch.setenv("ALFWORLD_DATA", "~/games")
+    for data in None, "~/games":
+        assert alfworld_root(data) == f"{tmp_path}/games/json_2.1.1"
+
+
 def answer_of(state):
     return state.feedback, list(state.admissible_commands), bool(state.won)
 

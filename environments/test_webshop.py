@@ -24,6 +24,13 @@ def shop_data(tmp_path, recwarn):
     return write_catalogue(tmp_path / "shop")
 
 
+def test_data_is_found_in_the_home_folder(shop_data, monkeypatch):
+    monkeypatch.setenv("HOME", os.path.dirname(shop_data))
+    monkeypatch.setenv("WEBSHOP_DATA", "~/shop")
+    for data in None, "~/shop":
+        assert Shop(data).goals == Shop(shop_data).goals
+
+
 def goal_of(shop, text):
     return next(i for i in range(len(shop.goals)) if shop.goals[i]["text"].startswith(text))
 

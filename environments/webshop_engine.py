@@ -467,7 +467,8 @@ class Shop:
     products found), on_page (those shown). On an item: item (its number), options {name: value}."""
 
     def __init__(self, data=None, goals="synthetic"):
-        self.catalogue = catalogue_of(data or os.environ.get("WEBSHOP_DATA", ""))
+        self.catalogue = catalogue_of(
+            os.path.expanduser(data or os.environ.get("WEBSHOP_DATA", "")))
         self.goals = goals_of(self.catalogue, goals)
         nouns_of(self.catalogue.product(0))  # a missing table of nouns is then reported at once
 

@@ -6,14 +6,14 @@ speak as somebody else.
     check_messages      what is wrong with messages
     used_tokens         the tokens that have a purpose, such as those that a template can write
 """
-import contextlib
 import datetime
-import itertools
 import json
 import logging
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import jinja2
 
 log = logging.getLogger("sapo")
 
@@ -70,18 +70,8 @@ def json_escaped(content: str) -> str:
 
 # ------------------------------------------------------- which tokens a tokenizer's templates write
 
-# every role alone, and in some conversations, of which a template may refuse any
-ROLES = "system", "developer", "user", "assistant", "tool"
-CONVERSATIONS = [(*before, role) for role in ROLES
-                 for before in ((), ("system",), ("user",), ("user", "assistant"))]
-CONVERSATIONS += [(*start, "user", "assistant", "tool", *more, "assistant", "user", "assistant")
-                  for start in ((), ("system",)) for more in ((), ("tool",))]
-FUNCTION = {"type": "function", "function": {
-    "name": "-", "description": "-", "return": {"type": "string", "description": "-"},
-    "parameters": {"type": "object", "required": ["a"], "properties": {
-        "a": {"type": "string", "description": "-", "enum": ["-"]}, "b": {"type": "integer"}}}}}
-CALL = {"id": "000000000", "type": "function", "function": {"name": "-", "arguments": {}}}
-SHOWN = {}, {"tools": [FUNCTION, FUNCTION]}, {"documents": [{"title": "-", "text": "-"}]}
+ROLES = "system", "developer", "user", "assistant", "tool", "function"
+WORD = re.compile(r"[^\W\d_]+")
 
 
 def templates_of(tokenizer) -> dict:
@@ -94,24 +84,36 @@ def templates_of(tokenizer) -> dict:
 
 def used_tokens(tokenizer) -> set[int]:
     """The ids of those added tokens that have a purpose: those that the tokenizer has a name for,
-    such as its eos token, TAGS, and all that any of its templates spells or writes, whatever the
-    roles, with and without tools. (A template may write '<|' + role + '|>' and spell no token.)"""
+    such as its eos token, TAGS, all that any of its templates spells, and all that it could put
+    together for some conversation, as in '<|' + role + '|>': what consists of words of its texts,
+    ROLES, digits and signs."""
     templates = templates_of(tokenizer).values()
-    texts = {*TAGS, *tokenizer.special_tokens_map.values(), *templates}
-    for template, roles in itertools.product(templates, CONVERSATIONS):
-        messages = [{"role": role, "content": "-"} for role in roles]
-        for message, following in zip(messages, [*roles[1:], None]):
-            if following == "tool":
-                message["tool_calls"] = [CALL]
-            if message["role"] == "tool":
-                message |= {"name": "-", "tool_call_id": CALL["id"]}
-        for shown, begin in itertools.product(SHOWN, (False, True)):
-            with contextlib.suppress(Exception):  # of any kind: a template raises what it likes
-                texts.add(tokenizer.apply_chat_template(
-                    messages, chat_template=template, tokenize=False, add_generation_prompt=begin,
-                    **shown))
+    texts = *TAGS, *tokenizer.special_tokens_map.values(), *templates
+    words = {*ROLES}
+    for template in templates:
+        words.update(*(WORD.findall(text.lower()) for text in texts_in(template)))
     return {i for i, token in tokenizer.added_tokens_decoder.items()
-            if any(token.content in text for text in texts)}
+            if any(token.content in text for text in texts)
+            or all(consists_of(words, word) for word in WORD.findall(token.content.lower()))
+            and (token.special or WORD.search(token.content))}
+
+
+def texts_in(template: str) -> list[str]:
+    """What a template has between its expressions, and the strings in these."""
+    try:
+        return [token.value for token in jinja2.Environment().lexer.tokenize(template)
+                if token.type in ("data", "string")]
+    except jinja2.TemplateSyntaxError:
+        return [template]
+
+
+def consists_of(words: set, text: str) -> bool:
+    """Whether a text is one of the words, or several of them in a row."""
+    ends = {0}  # of such rows
+    for stop in range(1, len(text) + 1):
+        if any(text[start:stop] in words for start in ends):
+            ends.add(stop)
+    return len(text) in ends
 
 
 # ---------------------------------------------------------- what a template writes around contents
@@ -284,47 +286,67 @@ class Chat:
             return ""
         prefix = end[start:]
         # if a message ends after this <think>, it is from the instructions in that message
-        return "" if self.control.search(prefix) else prefix
+        return "" if self.control_ids & {*self.template_ids(prefix)} else prefix
 
     # ------------------------------------------------------------------------ texts -> token ids
 
     def protect(self, ids) -> None:
         """From now on, `encode` produces no control token from the text that it is given: no
         special token, and none of used_tokens or `ids`. The tags of thoughts, actions and calls
-        stay as they are."""
-        ids = {*ids, *self.used}
-        added = self.tokenizer.added_tokens_decoder  # id: the token
-        names = {token.content for i, token in added.items() if token.special or i in ids}
-        self.control = first_letters(names - TAGS)
+        stay as they are, and so do blanks and single letters, for which some tokenizers have added
+        tokens, and what stands for unknown text."""
+        tokenizer = self.tokenizer
+        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = {i: added.get(i) or tokenizer.decode([i]) for i in {*ids, *self.used, *special}}
+        known = {text for name, text in tokenizer.special_tokens_map.items() if name != "unk_token"}
+        self.control_ids = {
+            i for i, name in names.items() if name not in TAGS and len(name.strip()) > 1
+            and (i != tokenizer.unk_token_id or i in ids or name in known)}
 
-    def template_ids(self, text: str) -> list[int]:
-        """The token ids of a text from the template, in which control tokens are meant."""
+    def encoding(self, text: str):
+        """What the tokenizer makes of a text, without anything around it: .ids and .offsets."""
         backend = self.tokenizer.backend_tokenizer  # twice as fast as calling the tokenizer
         backend.no_truncation()  # somebody's call of the tokenizer may have left both on
         backend.no_padding()
-        return backend.encode(text, add_special_tokens=False).ids
+        return backend.encode(text, add_special_tokens=False)
+
+    def template_ids(self, text: str) -> list[int]:
+        """The token ids of a text from the template, in which control tokens are meant."""
+        return self.encoding(text).ids
 
     def encode(self, *contents: str, texts=("", "")) -> list[int]:
         """The token ids of contents that are not ours, with the template's `texts` before, between
-        and after them. Where a content spells a control token, such as <|im_end|>, it is split
-        after the first letter and encoded in two parts. So no game can end the user's message and
-        speak as somebody else."""
-        parts = [texts[0]]
+        and after them. Where a content would become a control token, such as <|im_end|>, however
+        it is spelled, it is split after the first letter and encoded in two parts. So no game can
+        end the user's message and speak as somebody else."""
+        # a token may reach from the template's text into the content, or back: these are joined
+        whole, ours = texts[0], [True] * len(texts[0])
         for content, text in zip(contents, texts[1:]):
-            # a token may reach from the template's text into the content, or back: these are joined
-            start, *others = self.split_control_tokens(content)
-            parts[-1] += start
-            parts += others
-            parts[-1] += text
-        ids = []
-        for part in parts:
-            ids += self.template_ids(part)
-        return ids
+            whole += content + text
+            ours += [False] * len(content) + [True] * len(text)
+        return self.encode_parts(whole, ours)
 
-    def split_control_tokens(self, content: str) -> list[str]:
-        """"The end<|im_end|>" -> ["The end<", "|im_end|>"]; a content without any is one part."""
-        cuts = [letter.end() for letter in self.control.finditer(content)]
-        return [content[start:stop] for start, stop in zip([0, *cuts], [*cuts, None])]
+    def encode_parts(self, text: str, ours: list) -> list[int]:
+        """The token ids of a text, in as many parts as needed. ours: for each letter, whether the
+        template wrote it. Only there, control tokens are meant."""
+        encoding = self.encoding(text)
+        begin, parts = 0, []
+        for i, (start, stop) in zip(encoding.ids, encoding.offsets):
+            if i not in self.control_ids:
+                continue
+            # some tokens include the blanks around them
+            letters = [n for n in range(start, stop) if not text[n].isspace()]
+            first = next((n for n in letters if not ours[n]), None)
+            if first is not None:
+                end = first if len(letters) == 1 or first > letters[0] else first + 1
+                parts.append((begin, end))
+                begin = end + (len(letters) == 1)  # a single letter that means it is left out
+        if not parts:
+            return encoding.ids
+        parts.append((begin, len(text)))
+        return [i for start, stop in parts
+                for i in self.encode_parts(text[start:stop], ours[start:stop])]
 
     def end_of_turn_id(self) -> int:
         """The token that ends the assistant's message: the first one between a response and the
@@ -392,16 +414,3 @@ class Chat:
             system = [messages[0]["content"].strip(), *system]
             messages = messages[1:]
         return [{"role": "system", "content": "\n\n".join(system)}, *messages], tools
-
-
-def first_letters(names: Iterable[str]) -> re.Pattern:
-    """A pattern that matches the first letter of each name in a text: of <|user|>, <|end|> and
-    [INST] it is `<(?=\\|end\\|>|\\|user\\|>)|\\[(?=INST\\])`. So names that overlap are found, too,
-    and where none can start, the search is fast, though some tokenizers have hundreds. Blanks and
-    names of one letter are left out."""
-    names = sorted(name for name in names if len(name.strip()) > 1)
-    patterns = []
-    for letter, same_letter in itertools.groupby(names, key=lambda name: name[0]):
-        rests = "|".join(re.escape(name[1:]) for name in same_letter)
-        patterns.append(f"{re.escape(letter)}(?={rests})")
-    return re.compile("|".join(patterns) or "(?!)")  # (?!) matches nothing

@@ -277,7 +277,7 @@ def find_token_id(vocabulary: dict, name) -> int:
         return name
     if name in vocabulary:
         return vocabulary[name]
-    return int(name) if name.isdigit() else -1
+    return int(name) if name.isdecimal() else -1
 
 
 def check_tokenizer(model, chat: Chat) -> None:

@@ -38,7 +38,7 @@ def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones
     assert named == tuple(tokenizer.convert_tokens_to_ids(["<|other|>", "5"]))
     # the template never spells <|tool|>: it writes '<|' + role + '|>'
     for names in (("<|end|>", "<|other|>"), ("nonsense-word", "<|other|>"), ("<|other|>",) * 2,
-                  ("<|tool|>", "5")):
+                  ("<|tool|>", "5"), ("\u00b2", "<|other|>")):
         with pytest.raises(ValueError, match=f"--value_tokens {names[0]}.*: give two different"):
             reserve_value_ids(tokenizer, len(tokenizer), stops, names)
 
@@ -54,7 +54,15 @@ def test_reserved_tokens_are_padding_rows_or_unused_special_tokens_or_named_ones
     "{% if messages[0].role != 'developer' %}{{ raise_exception('no') }}{% endif %}{{ '<|' ~ 'a|>'"
     " }}",
     "{% for m in messages if m.tool_calls %}{{ '<|' ~ 'a|>' }}{% endfor %}",
-    "{% if not add_generation_prompt and messages | length > 5 %}{{ '<|' ~ 'a|>' }}{% endif %}"])
+    "{% if not add_generation_prompt and messages | length > 5 %}{{ '<|' ~ 'a|>' }}{% endif %}",
+    "{% for m in messages if m.content | length > 999 %}{{ '<|' ~ 'a|>' }}{% endfor %}",
+    "{% for m in messages if not m.content %}{{ '<|' ~ 'a|>' }}{% endfor %}",
+    "{% for m in messages if '\\n' in m.content %}{{ '<|' ~ 'a|>' }}{% endfor %}",
+    "{% if messages[9] %}{{ '<|%s|>' % 'a' }}{% endif %}",
+    "{% for m in messages if m.images %}{{ '<|{}|>'.format('A' | lower) }}{% endfor %}",
+    "{% if enable_thinking %}{% set x = {'y': 'a|'} %}<|{{ x.y ~ '>' }}{% endif %}",
+    "{% if messages[0].name %}{{ ['<|', '|>'] | join('a') }}{% endif %}",
+    "{% generation %}{{ '<|' ~ 'a|>' }}{% endgeneration %}", "{% if %}<|{{ 'a' }}|>"])
 def test_what_any_template_can_write_is_no_reserved_token(template):
     tokenizer = random_tiny().tokenizer
     tokenizer.chat_template = template

@@ -192,7 +192,7 @@ class RunDir:
 
     def newest_checkpoint(self) -> Path | None:
         """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""
-        finished = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdigit()]
+        finished = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdecimal()]
         return broadcast_object(max(finished, key=iterations_of, default=None))
 
     def save_checkpoint(self, iterations: int, fill: Callable) -> None:
@@ -201,7 +201,7 @@ class RunDir:
         if rank() == 0:
             for older in self.path.glob("checkpoint-*"):
                 # another program's folder may have such a name
-                written_here = older.name[11:].isdigit() and any(older.glob("learner-*.pt"))
+                written_here = older.name[11:].isdecimal() and any(older.glob("learner-*.pt"))
                 if written_here and older.name != f"checkpoint-{iterations}":
                     shutil.rmtree(older, ignore_errors=True)
 

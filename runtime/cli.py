@@ -43,6 +43,17 @@ def argparse_options(kind, default=None) -> dict:
     return {"type": kind}
 
 
+def file_path(text) -> str:
+    """A path that is given, with the home folder in place of ~ at its beginning. ValueError: there
+    is no such home folder, or no path can be so."""
+    name = os.path.expanduser(text)
+    if name.startswith("~"):
+        raise ValueError(f"there is no such home folder; for a folder of this name, write ./{name}")
+    if "\0" in name:
+        raise ValueError("a path cannot contain a null byte")
+    return name
+
+
 def parser_for(cls, description: str) -> Parser:
     """A Parser with a flag for every field of a dataclass. The comment behind a field, which may
     continue on the next lines, is the flag's help, to which the field's default is added."""
@@ -112,6 +123,7 @@ def out_of_memory(error) -> bool:
 
 def in_one_line(error) -> str:
     """The message of an error, with a remedy."""
+    text = " ".join(str(error).splitlines())
     if out_of_memory(error):
         first, _, _ = str(error).partition("\n")
         return ("out of memory. In an update or a scoring pass, lower --tokens_per_micro_batch; in "
@@ -119,7 +131,7 @@ def in_one_line(error) -> str:
                 "--max_prompt; in general, --optim_state_dtype bfloat16 or more ranks help. All of "
                 f"these are allowed with --resume ({first})")
     package = getattr(error, "name", None) if isinstance(error, ImportError) else None
-    return f"{error}; pip install {package}" if package else str(error)
+    return f"{text}; pip install {package}" if package else text
 
 
 @contextlib.contextmanager

@@ -88,6 +88,7 @@ class Stop:
     def note(self, *_):
         now = time.monotonic()
         if self.requested() and now > self.first_signal + 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # see workers.ctrl_c
             raise KeyboardInterrupt
         if not self.requested():
             self.first_signal = now

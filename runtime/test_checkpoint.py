@@ -44,7 +44,7 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
 
 
 def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
-    foreign = {"checkpoint-500", "checkpoint-best", "checkpoint-1.bak"}
+    foreign = {"checkpoint-500", "checkpoint-best", "checkpoint-1.bak", "checkpoint-\u00b2"}
     for name in foreign:
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-1.bak/learner-0.pt").touch()
@@ -52,6 +52,7 @@ def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
         RunDir(tmp_path).save_checkpoint(
             n, lambda folder: checkpoint.write_file(f"{folder}/learner-0.pt", ""))
     assert {path.name for path in tmp_path.iterdir()} == foreign | {"checkpoint-2"}
+    assert RunDir(tmp_path).newest_checkpoint().name == "checkpoint-500"
 
 
 LOCK = ("from runtime.checkpoint import RunDir\n"

@@ -72,3 +72,9 @@ def test_flag_of_a_list_takes_any_number_of_texts():
     for flags, value in (([], None), (["--leave_out"], []), (["--leave_out", "5", "a b"],
                                                              ["5", "a b"])):
         assert parser.parse_args(flags).leave_out == value
+
+
+@pytest.mark.parametrize("error", [ValueError("game a\nb failed"), OSError("game a\r\nb failed"),
+                                   ImportError("game a\u2028b failed", name=None)])
+def test_errors_are_one_line_whatever_is_in_them(error):
+    assert cli.in_one_line(error) == "game a b failed"

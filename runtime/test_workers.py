@@ -14,8 +14,9 @@ import envs
 import train
 from environments.house import House
 from envs import Pool, default_workers, make_env, tasks
+from runtime.answers import as_command
+from runtime.distributed import stop
 from runtime.testing import GAMES, HERE, MY_ENV, a_pool, on_the_cpu, run_main
-from runtime.workers import as_command
 
 
 def side_by_side(pool, ids, disturb=lambda turn: None):
@@ -142,7 +143,11 @@ def test_worker_that_hangs_is_named_and_replaced(tmp_path, monkeypatch, capsys):
      "in turn 1: ValueError: obs has a message of 'assistant' where only user and tool can"),
     ("[*WAYS]", "[WAYS]", "a command is {'north': .*, not a string"),
     ("if (n % 5 == 0)", "if print(n)", "no tasks in the split 'train'"),
-    ("range(5000)", "range(1)", "no tasks in the split 'train'")])
+    ("range(5000)", "range(1)", "no tasks in the split 'train'"),
+    ('"lake"', 'float("nan")', "category is nan, not a string, a finite number"),
+    ("self.turn += 1", "raise KeyError('a\\n\\n  b\\r')", r"KeyError: 'a.*b.*' .*py:\d+\)"),
+    ("self.turn += 1", "raise ValueError('a\\n\\n  b\\u2028c')", r"Error: a b c \(/.*py:\d+\)"),
+    ("self.turn += 1", "raise ValueError('a' * 10 ** 7)", r": a{1000} \(/.*py:\d+\)")])
 def test_errors_of_an_environment_are_named(tmp_path, monkeypatch, old, new, says):
     assert MY_ENV.count(old) == 1
     name = tmp_path.name  # modules are kept by their names
@@ -326,13 +331,25 @@ def test_workers_start_whatever_is_in_the_path(own, tmp_path, monkeypatch):
     name = own()
     (tmp_path / "aside").mkdir()
     (tmp_path / f"{tmp_path.name}.py").rename(tmp_path / "aside" / f"{tmp_path.name}.py")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "aside")])
+    before = sys.path
+    monkeypatch.setattr(sys, "path", [*before, str(tmp_path / "aside")])
     env = envs.env_class(name)
     for entry in (pathlib.Path("aside"), Path("aside"), b"aside"):
-        monkeypatch.setattr(sys, "path", [None, 5, object(), entry, *sys.path[:-1]])
+        monkeypatch.setattr(sys, "path", [None, 5, object(), entry, *before])
         with contextlib.closing(Pool(env, workers=1)) as pool:
             pool.start(0, 5)
             assert pool.gather([0])
+
+
+def test_module_that_starts_workers_when_it_is_imported_is_refused(own, tmp_path):
+    """Else every worker would start workers, and so on."""
+    name = own()
+    module = tmp_path / f"{tmp_path.name}.py"
+    module.write_text(module.read_text() + f"\n\nPool = envs.Pool({name!r}, workers=1)\n")
+    with contextlib.closing(envs.env_class(name) and sys.modules[tmp_path.name].Pool) as pool:
+        pool.start(0, 5)
+        with pytest.raises(envs.GameError, match="a worker process cannot start workers"):
+            pool.gather([0])
 
 
 def test_what_a_game_prints_fails_in_no_locale(own, monkeypatch):
@@ -495,6 +512,264 @@ def test_asynchronous_games_need_workers(own):
     Mine = type("Mine", (envs.env_class(name),), {"__module__": "__main__"})
     with pytest.raises(ValueError, match="a class in a module"):
         Pool(Mine, workers=default_workers(Mine))
+
+
+# ---- tools that run what a model writes
+
+RUNS_CODE = """
+import os, signal, sys, time
+import envs
+
+class Python(envs.ToolEnv):
+    tools = "run",
+    patience = 5
+    horizon = 1000
+    asynchronous = {}
+
+    def tasks(self, split):
+        return [1, 2, 3] if split == "test" else [4, 5]
+
+    def reset(self, task):
+        if task == 3:
+            os._exit(3)
+        self.names = globals() | {{"self": self}}
+        return f"Task {{task}}.", {{"category": f"kind {{task}}"}}
+
+    def run(self, code: str) -> str:
+        '''Runs it.
+
+        Args:
+            code: of Python
+        '''
+        self.reward += 1
+        exec(code, self.names)
+        return f"ran {{code}}"
+"""
+
+
+@pytest.fixture(params=[False, True], ids=["in_turn", "asynchronous"])
+def python(tmp_path, monkeypatch, request):
+    """The name of an environment whose tool runs Python. What holds for games that a worker plays
+    in turn holds for asynchronous ones."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{tmp_path.name}_python.py").write_text(RUNS_CODE.format(request.param))
+    return f"{tmp_path.name}_python:Python"
+
+
+IN_TURN = pytest.mark.parametrize("python", [False], indirect=True)
+ASYNCHRONOUS = pytest.mark.parametrize("python", [True], indirect=True)
+
+
+def run_in(pool, key, code):
+    """One step of a game -> (what it read, reward, terminated, info)."""
+    pool.step(key, {"name": "run", "arguments": {"code": code}})
+    (obs, reward, terminated, truncated, info), = pool.gather([key])
+    assert not truncated
+    return envs.obs_text(obs), reward, terminated, info
+
+
+@pytest.mark.parametrize("code, says", [
+    ("raise KeyboardInterrupt('no')", "KeyboardInterrupt: no"),
+    ("os.kill(os.getpid(), signal.SIGINT); x = 1", "ran "), ("signal.raise_signal(2)", "ran "),
+    ("class E(Exception):\n def __str__(self): raise KeyboardInterrupt\nraise E", "E")])
+def test_keyboard_interrupt_of_a_tool_is_that_calls_error(python, code, says):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        worker = pool.procs[0].pid
+        text, reward, terminated, _ = run_in(pool, 0, code)
+        assert text.startswith(says) and (reward, terminated) == (1, False)
+        assert run_in(pool, 0, "pass")[0] == "ran pass" and pool.procs[0].pid == worker
+
+
+@IN_TURN
+def test_ctrl_c_stops_games_of_this_process(python):
+    with contextlib.closing(Pool(python)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        with stop.handle_signals():
+            assert run_in(pool, 0, "raise KeyboardInterrupt(1)")[0] == "KeyboardInterrupt: 1"
+            assert not stop.requested()
+            signals = "for _ in range(99): time.sleep(0.1); signal.raise_signal(signal.SIGINT)"
+            with pytest.raises(KeyboardInterrupt):  # at the second one, a second after the first
+                run_in(pool, 0, signals)
+            assert stop.requested()
+        with pytest.raises(KeyboardInterrupt):
+            run_in(pool, 0, "signal.raise_signal(signal.SIGINT)")
+
+
+ENDS = [("os._exit(7)", "its worker died with status 7"),
+        ("os.kill(os.getpid(), 9)", "its worker died with status -9"),
+        ("os.closerange(3, 256)", "its worker died"),
+        ("while True: pass", "its worker gave no answer for 5 seconds"),
+        # a child that lives longer has the worker's pipe, too
+        ("if os.fork(): os._exit(7)\ntime.sleep(600)", "its worker died with status 7")]
+
+
+@pytest.mark.parametrize("code, says", ENDS)
+def test_call_that_costs_its_worker_loses_its_episode_alone(python, capsys, code, says):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        for task in 1, 2:
+            pool.start(task, task)
+        pool.gather([1, 2])
+        assert [run_in(pool, task, "x = [5]")[0] for task in (1, 2)] == ["ran x = [5]"] * 2
+        for task, what in ((1, code), (2, "x.append(6)")):
+            pool.step(task, {"name": "run", "arguments": {"code": what}})
+        (obs, reward, *over, info), (other, *_) = pool.gather([1, 2])
+        assert says in obs and (reward, *over) == (0, True, False)
+        assert (info["won"], info["score"], info["category"]) == (False, 0, "kind 1")
+        assert envs.obs_text(other) == "ran x.append(6)"
+        pool.start(1, 1)  # its key can be used again
+        pool.gather([1])
+        assert run_in(pool, 1, "assert 'x' not in globals()")[:2] == (
+            "ran assert 'x' not in globals()", 1)
+        text, *_ = run_in(pool, 2, "assert x == [5, 6]")
+        assert text == "ran assert x == [5, 6]"
+    err = capsys.readouterr().err
+    assert f"game 1 is lost in turn 2: {says}" in err and repr(code)[1:9] in err
+    assert err.count("is lost") == 1
+
+
+def test_call_that_costs_its_worker_once_is_repeated(python):
+    once = "if not os.path.exists('been'): open('been', 'x'), os._exit(1)"
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        for turn in range(5):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove("been")
+            assert run_in(pool, 0, once)[:3] == (f"ran {once}", 1, False)
+
+
+def test_patience_is_that_of_one_step_also_where_steps_are_repeated(python, capsys):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        for _ in range(4):
+            run_in(pool, 0, "time.sleep(1.5)")  # all of them take longer than its patience
+        pool.procs[0].kill()
+        assert run_in(pool, 0, "pass")[0] == "ran pass"
+        assert not pool.workers[0].losses and not pool.games[0].losses
+    assert "no answer" not in capsys.readouterr().err
+
+
+def test_games_that_are_lost_one_after_the_other_end_the_run(python):
+    with contextlib.closing(Pool(python, workers=2)) as pool:
+        pool.max_lost = 4
+        with pytest.raises(envs.GameError, match=r"4 games in a row were lost, .* game 2 in turn 1:"
+                                                 r" its worker died with status 1"):
+            for game in range(9):
+                pool.start(game, 2)
+                pool.gather([game])
+                assert run_in(pool, game, "os._exit(1)")[2] and game < 3
+
+
+def test_many_calls_that_cost_their_workers_lose_their_episodes(python):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        for game in range(8):
+            pool.start(game, 1)
+        pool.gather(range(8))
+        for game in range(8):
+            code = "pass" if game == 5 else "os._exit(1)"
+            pool.step(game, {"name": "run", "arguments": {"code": code}})
+        pool.drop(0)
+        answers = pool.gather(range(1, 8))
+        assert [over for _, _, over, _, _ in answers] == [n != 5 for n in range(1, 8)]
+        assert run_in(pool, 5, "pass")[1] == 1
+
+
+def at_work_together(pool):
+    """Seven games, of which two kill their worker while five are in a step that takes longer."""
+    for game in range(7):
+        pool.start(game, 1)
+    pool.gather(range(7))
+    for game in range(7):
+        code = "time.sleep(0.1); os._exit(7)" if game in (2, 5) else "time.sleep(0.4)"
+        pool.step(game, {"name": "run", "arguments": {"code": code}})
+
+
+@ASYNCHRONOUS
+def test_games_that_are_at_work_when_another_one_kills_their_worker_are_not_lost(python, capsys):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        at_work_together(pool)
+        answers = pool.gather(range(7))
+        assert [(reward, over) for _, reward, over, _, _ in answers] == [
+            (0, True) if game in (2, 5) else (1, False) for game in range(7)]
+        for game in (0, 1, 3, 4, 6):
+            assert run_in(pool, game, "pass")[1] == 1
+    assert capsys.readouterr().err.count("died with status 7, and so did the next one") == 2
+
+
+@ASYNCHRONOUS
+def test_of_games_that_are_at_work_together_the_one_that_kills_is_named(python, monkeypatch):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        monkeypatch.setattr(pool.env, "step_may_kill", False)
+        at_work_together(pool)
+        with pytest.raises(envs.GameError, match="died with status 7, the fourth one lost in a row,"
+                                                 " at game 1 in turn 1"):
+            pool.gather(range(7))
+        assert [pool.games[game].losses for game in range(7)] == [0, 0, 4, 0, 0, 0, 0]
+
+
+@ASYNCHRONOUS
+def test_game_that_hangs_is_lost_and_the_others_play_on_meanwhile(python, monkeypatch):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        monkeypatch.setattr(pool.env, "patience", 3)
+        for game in 1, 2:
+            pool.start(game, game)
+        pool.gather([1, 2])
+        pool.step(1, {"name": "run", "arguments": {"code": "time.sleep(1e6)"}})
+        turns = 0
+        while not pool.answered([1], seconds=0):
+            turns += run_in(pool, 2, "time.sleep(0.1)")[1]
+        assert pool.gather([1])[0][1:4] == (0, True, False) and turns > 20
+
+
+def test_reset_that_kills_its_worker_is_named(python):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 3)
+        with pytest.raises(envs.GameError, match="status 3, the fourth one lost in a row, at game"):
+            pool.gather([0])
+
+
+def test_child_of_a_worker_gives_no_answers(python):
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        pool.start(0, 1)
+        pool.gather([0])
+        for code in ("os.fork() or time.sleep(0.1)", "print(file=open('ran', 'a'))",
+                     "time.sleep(0.4)", "pass"):
+            assert run_in(pool, 0, code)[0] == f"ran {code}"
+        pool.procs[0].kill()
+        assert run_in(pool, 0, "time.sleep(0.4)")[1] == 1
+        assert len(pathlib.Path("ran").read_text()) == 2  # in the worker, and when it is replayed
+
+
+@IN_TURN
+@pytest.mark.parametrize("workers", [0, 1])
+def test_working_directory_is_each_games_own(python, tmp_path, workers):
+    (tmp_path / "a").mkdir()
+    with contextlib.closing(Pool(python, workers=workers)) as pool:
+        for task in 1, 2:
+            pool.start(task, task)
+        pool.gather([1, 2])
+        ran = lambda task, code: run_in(pool, task, code)[0] == f"ran {code}"
+        assert ran(1, "os.chdir('a')") and os.getcwd() == str(tmp_path)
+        for task, name in ((1, "a"), (2, tmp_path.name)):
+            assert ran(task, f"assert os.path.basename(os.getcwd()) == {name!r}")
+        assert ran(1, "os.rmdir(os.getcwd())") and ran(1, "pass") and ran(2, "os.listdir()")
+        assert ran(1, f"assert os.path.basename(os.getcwd()) == {tmp_path.name!r}")
+
+
+@ASYNCHRONOUS
+def test_asynchronous_games_share_the_working_directory(python, tmp_path):
+    (tmp_path / "a").mkdir()
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        for task in 1, 2:
+            pool.start(task, task)
+        pool.gather([1, 2])
+        assert run_in(pool, 1, "os.chdir('a')")[1] == 1
+        for task in 1, 2:
+            assert run_in(pool, task, "assert os.path.basename(os.getcwd()) == 'a'")[1] == 1
 
 
 # ---- what workers leave

@@ -1,18 +1,17 @@
-"""A pool of processes that play an environment's games, and the checks of what it answers.
+"""A pool of processes that play an environment's games.
 
     pool = WorkerPool("envs:make_env", name, env_class(name), workers=4)       is envs.Pool
     pool.start(key, task);  pool.step(key, action);  pool.gather(keys)
 
 "envs:make_env" names the function that makes an environment. Every process imports it by that name,
 so nothing here imports an environment or torch, and worker processes start quickly. The file reads
-from the checks of an answer to the worker that gives it and the pool that asked for it.
+from the worker, which plays games, to the pool, which tells it what to play, replaces it if it dies
+or hangs, and finds out which game was guilty. What environments answer is checked in answers.py.
 """
 import contextlib
 import copy
 import functools
 import itertools
-import json
-import numbers
 import os
 import pkgutil
 import queue
@@ -23,139 +22,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+
+from runtime.answers import (as_action, as_bool, as_info, as_number, as_observation, obs_text,
+                             parts_of)
 
 
 class GameError(RuntimeError):
     """An environment failed, or its worker died again and again. The message names the game."""
-
-
-# ------------------------------------------------------------------ what an environment answers
-
-# These return an answer's parts as Python's own types. ValueError: a part is not what it should be.
-
-def as_text(value, what):
-    """A string or number as a string, without lone surrogates, which cannot be encoded."""
-    if not isinstance(value, (str, numbers.Number)):
-        raise ValueError(f"{what} is {value!r}, not a string")
-    return str(value).encode("utf-8", "replace").decode()
-
-
-def as_number(value, what):
-    value = as_python(value)
-    if not isinstance(value, numbers.Real) or not abs(value) < 1e38:  # infinite in float32
-        raise ValueError(f"{what} is {value!r}, not a finite number")
-    return float(value)
-
-
-def as_bool(value, what):
-    if value not in (True, False):
-        raise ValueError(f"{what} is {value!r}, not True or False")
-    return bool(value)
-
-
-def as_action(value):
-    """A copy of what JSON can hold, without lone surrogates."""
-    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-
-
-@functools.lru_cache(1 << 16)
-def as_command(command, env):
-    """A command that the class of the environment reads as it is."""
-    action, valid = env.parse_action(env.format_response("", command))
-    if not valid or action != command:
-        why = ("commands must be without blanks at their ends, in lower case where parse_action "
-               "lower-cases, and such that parse_action reads what format_response writes"
-               if valid else "and the response would count as invalid")
-        raise ValueError(f"no response can give the command {command!r}: it would be read as "
-                         f"{action!r}, {why}")
-    return command
-
-
-def as_python(value):
-    """A Python value for a NumPy value, which could not be written as JSON."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def as_observation(obs, env, begins):
-    """Text, or chat messages of which each comes from the environment. `begins`: it is the first
-    observation of a game. What is longer than env.max_observation is cut."""
-    if isinstance(obs, (str, numbers.Number)):
-        return shortened(as_text(obs, "obs"), env.max_observation)
-    if not isinstance(obs, (list, tuple)) or not obs:
-        raise ValueError(f"obs is {obs!r:.200}, not a string or a list of chat messages")
-    roles = ("user",) if begins else ("user", "tool")
-    messages = []
-    for message in obs:
-        if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
-            raise ValueError(f"obs has the message {message!r:.200}; a message must be "
-                             '{"role": ..., "content": ...}')
-        role = message["role"]
-        system = role == "system" and begins and not messages and not env.system
-        if role not in roles and not system:
-            raise ValueError(
-                f"obs has a message of {role!r} where only {' and '.join(roles)} can speak: "
-                "a game may begin with a message of system, if the class has no `system`, then "
-                "comes user; what follows a response is of user or tool; the model is assistant")
-        content = as_text(message["content"], f"the content of a message of {role}")
-        messages.append({"role": role, "content": shortened(content, env.max_observation)})
-    if messages[-1]["role"] == "system":
-        raise ValueError("obs has a message of system, but none of user")
-    return messages
-
-
-def shortened(text, limit):
-    """The text, or its first `limit` characters and how many were left out."""
-    if limit is None or len(text) <= limit:
-        return text
-    return f"{text[:limit]}... [{len(text) - limit} characters left out]"
-
-
-def obs_text(obs) -> str:
-    """An observation as one text."""
-    return obs if isinstance(obs, str) else "\n\n".join(m["content"] for m in obs)
-
-
-def as_metrics(metrics):
-    """{name: number}, as text and float."""
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"metrics is {metrics!r:.200}, not a dict of numbers")
-    return {as_text(name, "a name of metrics"): as_number(x, f"metrics[{name!r}]")
-            for name, x in metrics.items()}
-
-
-def as_info(info, env, task, category, won, metrics=()):
-    """An info with all of its parts. `task`, `category` and `won`: what they are unless info has
-    them. `metrics`: those so far, to which info's are added; without any, info has none."""
-    if not isinstance(info, Mapping):
-        raise ValueError(f"info is {info!r}, not a dict")
-    commands = info.get("admissible")
-    if isinstance(commands, (set, frozenset)):
-        commands = sorted(commands)  # a set has no order of its own
-    if isinstance(commands, str):
-        raise ValueError(f"admissible is {commands!r}, not a list of commands")
-    if commands is not None:
-        commands = [as_command(as_text(c, "a command"), type(env)) for c in commands]
-    category = as_python(info.get("category", category))
-    if not isinstance(category, (str, int, float, type(None))):
-        raise ValueError(f"category is {category!r}, not a string, a number or None")
-    won = as_bool(info.get("won", won), "won")
-    score = as_number(info.get("score", won), "score")
-    if not -1e-6 <= score <= 1 + 1e-6:  # rounding may exceed 1
-        raise ValueError(f"score is {score}, not a number from 0 to 1")
-    metrics = dict(metrics) | as_metrics(info.get("metrics", {}))
-    return {"admissible": commands, "task": as_text(info.get("task", task), "task"),
-            "category": as_action(category), "won": won, "score": score,
-            **({"metrics": metrics} if metrics else {})}
-
-
-def parts_of(answer, method, names):
-    """What a method returned, after checking that it has as many parts as there are names."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != len(names.split(", ")):
-        raise ValueError(f"{method} must return ({names}), and returned {answer!r:.200}")
-    return answer
 
 
 # ------------------------------------------------------------------------------------- a worker
@@ -172,10 +47,12 @@ class Played:
 
 
 class EnvWorker:
-    """Plays many games, by number, in one process: the worker's side of the pool."""
+    """Plays many games, by number, one call after the other: the worker's side of the pool.
+    `own_folders`: whether each environment has a working directory of its own."""
 
-    def __init__(self, make, name, options):
+    def __init__(self, make, name, options, own_folders=True):
         self.make_env = functools.partial(pkgutil.resolve_name(make), name, **options)
+        self.own_folders = own_folders
         # the numbers of all games loaded so far. Requests to load are handled last, so one may be
         # handled after its game was started; it must then do nothing
         self.loaded = set()
@@ -183,15 +60,23 @@ class EnvWorker:
         self.playing = {}  # games that are being played
         self.spare = []  # environments that can be used again
         self.made = []  # all environments
+        self.folders = {}  # of each, by its id()
 
     def load(self, number, task):
         if number not in self.loaded:
-            if not self.spare:
-                self.spare.append(self.make_env())
-                self.made.append(self.spare[-1])
-            env = self.spare.pop()
-            self.ready[number] = env, *parts_of(env.reset(task), "reset()", "obs, info")
+            env = self.spare.pop() if self.spare else self.new_env()
+            with self.folders[id(env)]:
+                answer = env.reset(task)
+            self.ready[number] = env, *parts_of(answer, "reset()", "obs, info")
             self.loaded.add(number)
+
+    def new_env(self):
+        folder = Folder() if self.own_folders else contextlib.nullcontext()
+        with folder:
+            env = self.make_env()
+        self.made.append(env)
+        self.folders[id(env)] = folder
+        return env
 
     def start(self, number, task):
         self.load(number, task)
@@ -203,9 +88,10 @@ class EnvWorker:
 
     def step(self, number, action):
         game = self.playing[number]
+        with self.folders[id(game.env)]:
+            answer = game.env.step(copy.deepcopy(action))
         obs, reward, terminated, truncated, info = parts_of(
-            game.env.step(copy.deepcopy(action)), "step()",
-            "obs, reward, terminated, truncated, info")
+            answer, "step()", "obs, reward, terminated, truncated, info")
         reward = as_number(reward, "reward")
         game.turns += 1
         game.total += reward
@@ -227,26 +113,35 @@ class EnvWorker:
     def close(self):
         """Ends all environments, by the method close() of those that have it."""
         for env in self.made:
-            if error := self.execute(None, [("close_env", env)]):
+            if error := self.execute(None, "close_env", env):
                 print(f"close() of an environment failed: {error}", file=sys.stderr, flush=True)
         for kept in self.ready, self.playing, self.spare, self.made:
             kept.clear()
 
     def close_env(self, number, env):
         if callable(getattr(env, "close", None)):
-            env.close()
+            with self.folders[id(env)]:
+                env.close()
 
-    def execute(self, number, requests):
-        """The answer to the last of the requests, or a GameError, because not every exception can
-        be pickled."""
+    def execute(self, number, op, argument):
+        """The answer to a request, or a GameError, because not every exception can be pickled."""
         try:
-            for op, argument in requests:
-                answer = getattr(self, op)(number, argument)
-            return answer
-        except KeyboardInterrupt:
+            return getattr(self, op)(number, argument)
+        except ctrl_c():
             raise
         except BaseException as error:
             return GameError(in_words(error))
+
+    def serve(self, tell, number, requests, wanted):
+        """Executes requests, up to one that fails, and tells the parent what it is at: tell(
+        "begins", number, whether the parent waits for this request) before each of them, and
+        tell("ends", number, answer) after them, with None unless the last answer is `wanted`."""
+        for n, request in enumerate(requests, 1):
+            tell("begins", number, wanted and n == len(requests))
+            answer = self.execute(number, *request)
+            if isinstance(answer, GameError):
+                break
+        tell("ends", number, answer if wanted else None)
 
 
 class GameThreads:
@@ -254,48 +149,82 @@ class GameThreads:
     waits for another. A thread makes an environment, and is the only one that ever calls it. When
     its game is over, it takes the next."""
 
-    def __init__(self, conn, *made):
-        self.conn = conn
+    def __init__(self, tell, *made):
+        self.tell = tell
         self.made = made  # the arguments of EnvWorker
-        self.lock = threading.Lock()  # of the pipe, and of all below
+        self.changed = threading.Condition()  # of all below
+        self.busy = 0  # the number of requests that are not done
         self.inboxes = {}  # of the threads that play a game, by its number
         self.free = []  # inboxes of the others
         self.threads = {}  # all, by inbox
 
-    def execute(self, number, requests, wants_answer):
-        """Hands requests to the thread of their game, which sends the answer."""
-        with self.lock:
+    def serve(self, number, requests, wanted, alone):
+        """Hands requests to the thread of their game. `alone`: when nothing else is at work, and
+        returns when they are done."""
+        with self.changed:
+            self.changed.wait_for(lambda: not (alone and self.busy))
             if number not in self.inboxes:
                 self.inboxes[number] = self.free.pop() if self.free else self.start_thread()
-            self.inboxes[number].put((number, requests, wants_answer))
+            self.inboxes[number].put((number, requests, wanted))
+            self.busy += 1
+            self.changed.wait_for(lambda: not (alone and self.busy))
 
     def start_thread(self):
         inbox = queue.SimpleQueue()
-        self.threads[inbox] = threading.Thread(
-            target=self.play, args=(inbox, EnvWorker(*self.made)), daemon=True)
+        worker = EnvWorker(*self.made, own_folders=False)  # a process has one working directory
+        self.threads[inbox] = threading.Thread(target=self.play, args=(inbox, worker), daemon=True)
         self.threads[inbox].start()
         return inbox
 
     def play(self, inbox, worker):
         while message := inbox.get():
-            number, requests, wants_answer = message
-            try:
-                answer = worker.execute(number, requests)
-            except KeyboardInterrupt as error:  # the game's own: Ctrl-C reaches no thread
-                answer = GameError(in_words(error))
-            with self.lock, contextlib.suppress(OSError):  # the parent may end
-                if wants_answer:
-                    self.conn.send((number, answer))
+            number, *_ = message
+            worker.serve(self.tell, *message)
+            with self.changed:
                 if inbox.empty() and not worker.ready and not worker.playing:  # the game is over
                     del self.inboxes[number]
                     self.free.append(inbox)
+                self.busy -= 1
+                self.changed.notify_all()
         worker.close()
 
     def close(self):
+        """Ends all environments, unless they need longer than they have."""
         for inbox in self.threads:
             inbox.put(None)
+        deadline = time.monotonic() + GRACE
         for thread in self.threads.values():
-            thread.join()
+            thread.join(max(0, deadline - time.monotonic()))
+
+
+class Folder:
+    """An environment's working directory, which is that of the process within this context. If the
+    environment goes elsewhere, the other games and the rest of this process stay where they are."""
+
+    path = None
+
+    def __enter__(self):
+        self.outside = working_directory()
+        go_to(self.path)
+
+    def __exit__(self, *_):
+        self.path = working_directory()
+        go_to(self.outside)
+
+
+def working_directory():
+    """The path of the working directory; None: somebody has deleted it."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def go_to(folder):
+    """Changes the working directory, unless it is this one, or that is not possible."""
+    if folder and folder != working_directory():
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
 
 
 def in_words(error):
@@ -305,9 +234,18 @@ def in_words(error):
         text = str(error)
     except BaseException:
         text = "(it cannot be printed)"
-    return f"{type(error).__name__}: {text} ({frame.f_code.co_filename}:{line})"
+    text = " ".join(text.split())  # in one line
+    return f"{type(error).__name__}: {text:.1000} ({frame.f_code.co_filename}:{line})"
 
 
+def ctrl_c():
+    """The exception that Ctrl-C raises, which is no failure of a game. It raises none in a worker,
+    nor where training handles signals, so that KeyboardInterrupt there comes from a game."""
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return KeyboardInterrupt if raises else ()
+
+
+in_worker = False  # whether this is a worker process
 GRACE = 5.0  # seconds that environments get to end what they do, and for their close()
 
 
@@ -319,41 +257,49 @@ def kill_group(pid):
 
 
 def worker_main(fd):
-    """A worker process: answers requests until its parent closes the pipe, or dies."""
+    """A worker process: serves requests until its parent closes the pipe, or dies."""
+    global in_worker
+    in_worker, pid = True, os.getpid()
+    signal.signal(signal.SIGINT, lambda *_: None)  # a game may send it to itself
     os.set_inheritable(fd, False)  # or the pipe would stay open as long as what games start
     for stream in sys.stdout, sys.stderr:  # no game fails because its print lacks a character
         if hasattr(stream, "reconfigure"):  # it may be closed, or replaced
             stream.reconfigure(errors="backslashreplace")
-    conn, messages = Connection(fd), queue.PriorityQueue()
-    asynchronous, *made = conn.recv()
-    worker = GameThreads(conn, *made) if asynchronous else EnvWorker(*made)
+    conn, sending, messages = Connection(fd), threading.Lock(), queue.PriorityQueue()
+    the_end = (False, -1)  # comes before all other messages
 
     def read():
         try:
             for n in itertools.count():
-                number, requests, wants_answer = conn.recv()
-                comes_last = requests[0][0] == "load" and not asynchronous
-                messages.put((comes_last, n, number, requests, wants_answer))
+                message = conn.recv()
+                comes_last = message[1][0][0] == "load" and not asynchronous
+                messages.put((comes_last, n, *message))
         finally:
-            messages.put((False, -1, None, None, False))  # comes next
+            messages.put(the_end)
             time.sleep(GRACE)
-            kill_group(os.getpid())
+            kill_group(pid)
 
+    def tell(*message):
+        if os.getpid() != pid:  # a game has forked, and this is its child
+            os._exit(0)
+        try:
+            with sending:
+                conn.send(message)
+        except OSError:  # the parent has ended, or a game has closed the pipe
+            messages.put(the_end)
+
+    asynchronous, *made = conn.recv()
+    worker = GameThreads(tell, *made) if asynchronous else EnvWorker(*made)
     # a thread always reads what the parent sends: with both pipes full, both sides would hang
     threading.Thread(target=read, daemon=True).start()
-    with contextlib.suppress(OSError):  # while it sends, the parent may end
-        while True:
-            *_, number, requests, wants_answer = messages.get()
-            if not requests:
-                break
-            if asynchronous:
-                worker.execute(number, requests, wants_answer)
-                continue
-            answer = worker.execute(number, requests)
-            if wants_answer:
-                conn.send((number, answer))
+    while (message := messages.get()) != the_end:
+        *_, number, requests, wanted, alone = message
+        if asynchronous:
+            worker.serve(number, requests, wanted, alone)
+        else:
+            worker.serve(tell, number, requests, wanted)
     worker.close()
-    kill_group(os.getpid())
+    kill_group(pid)
 
 
 # ------------------------------------------------------------------------------------- the pool
@@ -383,23 +329,93 @@ def importable_name(env) -> str:
 
 
 @dataclass
-class OpenGame:
-    """What the parent knows of a game."""
+class AtWork:
+    """That a worker is at a request, or waits for one."""
 
-    worker: int
+    wanted: bool = False  # whether the parent waits for the answer to this very request
+    since: float = field(default_factory=time.monotonic)  # when the parent learned of it
+    warned: bool = False  # whether it was said that it takes long
+
+
+class WorkerProcess:
+    """A worker as the pool sees it: its process, its pipe, and what it is at."""
+
+    def __init__(self, *made):
+        self.made = made  # what worker_main needs
+        self.losses = 0  # how often it was lost by nobody's fault since it gave an answer
+        self.start()
+
+    def start(self):
+        """Starts a new interpreter with this file; a fork would copy torch and its threads. It has
+        its own session, so that Ctrl-C does not reach it before the caller has finished."""
+        self.conn, child_end = Pipe()
+        fd = child_end.fileno()
+        path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *sys.path]
+        path = [str(os.fsdecode(x)) for x in path if isinstance(x, (str, bytes, os.PathLike))]
+        code = (f"import sys; sys.path[:] = {path!r}; "  # the environment may be anywhere
+                f"from runtime.workers import worker_main; worker_main({fd})")
+        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
+        self.proc = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
+                                     stdin=subprocess.DEVNULL)
+        child_end.close()
+        self.at_work = {}  # {number of a game: AtWork}; more than one if they are asynchronous
+        self.send(*self.made)
+
+    def send(self, *message):
+        self.idle = AtWork()  # what it is at while it is at no game
+        with contextlib.suppress(OSError):  # answers() notices that it is dead
+            self.conn.send(message)
+
+    def answers(self):
+        """The wanted answers that it has sent: (number of the game, answer). EOFError, OSError: it
+        is dead. The end of its pipe would not say so while a child of it has the pipe, too."""
+        while True:
+            dead = self.proc.poll() is not None  # if so, all that it said is there
+            if not self.conn.poll():
+                if dead:
+                    raise EOFError
+                return
+            what, number, value = self.conn.recv()
+            self.idle = AtWork()
+            if what == "begins":
+                self.at_work[number] = AtWork(wanted=value)
+            else:
+                del self.at_work[number]
+                if value is not None:
+                    yield number, value
+
+    def end(self, seconds=0):
+        """Waits so long for it to end, then kills it and what it leaves -> its exit status."""
+        self.conn.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.proc.wait(max(0, seconds))
+        kill_group(self.proc.pid)
+        return self.proc.wait()
+
+
+@dataclass
+class OpenGame:
+    """A game as the pool sees it."""
+
+    worker: WorkerProcess  # None: it is played in this process
     task: str
     requests: list = field(default_factory=list)  # all (op, argument), to replay them if need be
-    answer: tuple = None  # to the last request; None: not there yet
+    answer: tuple = None  # to the last request, or a GameError; None: not there yet
     order: int = 0  # of the last request, among those of all games
-    asked: float = 0.0  # when it was sent to the worker
-    warned: bool = False  # whether it was said that its answer takes long
-    losses: int = 0  # how often the worker was lost at work on it
+    info: dict = None  # of the last answer
+    losses: int = 0  # how many workers its last request is known to have cost
+    alone: bool = False  # whether its last request may have cost one more, and is tried alone
     number: int = field(default_factory=itertools.count().__next__)  # never used twice
 
     @property
     def when(self):
         """In which turn its last request is; the first one is to start."""
         return f" in turn {len(self.requests) - 1}" if len(self.requests) > 1 else ""
+
+    @property
+    def over(self):
+        """Whether it has ended or failed, so that no request can follow."""
+        return isinstance(self.answer, GameError) or bool(self.answer) and any(self.answer[2:4])
 
 
 class WorkerPool:
@@ -411,43 +427,58 @@ class WorkerPool:
         pool.start(key, task); pool.step(key, action)
         pool.parse_action(text)     a response -> (action, valid)
         pool.gather(keys)           their answers, in order: (obs, info), or the five of step()
-        pool.answered(keys, 0)      if games are asynchronous, those that have answered by now
+        pool.answered(keys, 0)      those of the keys whose answer is there by now
         pool.drop(key)              gives up an unfinished game
 
-    A worker that dies, or does not answer within the environment's `patience`, is replaced and its
-    games are replayed; the caller does not notice. A GameError names a game that fails, or the
-    games that waited when a worker was lost for the fourth time in a row.
+    A worker that dies, or that is at one request for longer than the environment's `patience`, is
+    replaced and its games are replayed; the caller does not notice. A GameError names a game that
+    fails, or that costs its fourth worker in a row, or the games that waited when a worker was lost
+    for the fourth time in a row by nobody's fault.
 
-    Without asynchronous games, a worker plays one after the other, and its patience is for all of
-    them. If they are asynchronous (envs.Env), each has a thread in its worker, and the patience is
-    for each; the worker, with all its games, is replaced for the one that does not answer."""
+    With the environment's `step_may_kill`, a game ends as lost, with a warning, when the same step
+    has cost two workers. A GameError says so when that was so with `max_lost` games in a row, and
+    no step was answered meanwhile: then it is not the actions.
+
+    A worker plays one game after the other and says which one it is at: that one is guilty. If
+    games are asynchronous (envs.Env), each has a thread in its worker, and several can be at work.
+    Then a game that does not answer in time is guilty; but when the worker dies, none is yet. The
+    next worker plays those that were at work one at a time, while all others wait, and the one that
+    it is at if it dies again is guilty. What a step leaves behind, such as a thread that kills the
+    worker later, is blamed on whatever is at work by then."""
 
     remedy = ""  # what a GameError says behind the failure, with {} for the game
+    max_lost = 32
     warn_after = 60  # seconds without an answer after which the games are named
 
     def __init__(self, make, name, env, options=None, workers=0):
         if workers < 0:
             raise ValueError(f"workers is {workers}; it must be 0 or more")
+        if workers and in_worker:
+            raise ValueError("a worker process cannot start workers: it has imported a module that "
+                             "does so; put that below `if __name__ == \"__main__\":`")
         if env.asynchronous and not workers:
             raise ValueError(f"{env.__name__} is asynchronous, which needs worker processes: "
                              "workers=4 or so, and a class in a module that they can import")
-        self.make = make
         self.env = env
         self.options = options or {}
         self.local = None if workers else EnvWorker(make, name, self.options)
         self.name = importable_name(name) if workers else getattr(name, "__name__", name)
-        self.procs, self.conns = [None] * workers, [None] * workers  # by worker: process, pipe
         self.games = {}  # by key
         self.loading = {}  # task: games that are being loaded
-        self.loaders = itertools.cycle(range(workers))
+        self.lost = 0  # games that ended as lost since a step was answered
         self.order = itertools.count()
         self.seconds = 0.0  # spent on games or waiting for them
-        for w in range(workers):
-            self.spawn(w)
+        self.workers = [WorkerProcess(env.asynchronous, make, self.name, self.options)
+                        for _ in range(workers)]
+        self.loaders = itertools.cycle(self.workers)
+
+    @property
+    def procs(self):
+        return [worker.proc for worker in self.workers]
 
     # ---- what the caller uses
     def load(self, tasks):
-        for task in tasks if self.procs else ():
+        for task in tasks if self.workers else ():
             loading = self.loading.setdefault(task, [])
             while len(loading) < tasks.count(task):
                 game = OpenGame(next(self.loaders), task)
@@ -461,7 +492,7 @@ class WorkerPool:
             game = self.loading[task].pop(0)
         else:
             busy = [game.worker for game in self.games.values()]
-            game = OpenGame(min(range(len(self.procs)), key=busy.count, default=0), task)
+            game = OpenGame(min(self.workers, key=busy.count, default=None), task)
         self.games[key] = game
         self.ask(game, "start", task)
 
@@ -470,35 +501,22 @@ class WorkerPool:
 
     def gather(self, keys):
         games = [self.games[key] for key in keys]
-        for key, game in zip(keys, games):
-            while game.answer is None:
-                if self.env.asynchronous:
-                    self.answered([key], seconds=1)
-                else:
-                    self.receive(game.worker)
+        while waiting := [game for game in games if game.answer is None]:
+            self.receive(waiting, seconds=1)
         for key, game in zip(keys, games):
             if isinstance(game.answer, GameError):
                 raise GameError(f"{self.name}: game {game.task} failed{game.when}: {game.answer}"
                                 f"{self.remedy_for(game)}")
-            if any(game.answer[2:4]):  # terminated or truncated
+            if game.over:
                 del self.games[key]
         return [game.answer for game in games]
 
     def answered(self, keys, seconds):
-        """The keys of asynchronous games that have answered, in order. If none has, waits up to so
-        many seconds for the first."""
-        start = time.time()
+        """The keys of the games that have answered, in order. If none has, waits up to so many
+        seconds for a worker to say something."""
         games = [self.games[key] for key in keys]
-        waiting = [game for game in games if game.answer is None]
-        workers = {self.conns[game.worker]: game.worker for game in waiting}
-        for conn in wait(workers, seconds if len(waiting) == len(games) else 0):
-            w = workers[conn]
-            while self.conns[w].poll():
-                self.take_answer(w)
-        for game in waiting:
-            if game.answer is None:
-                self.check_patience(game)
-        self.seconds += time.time() - start
+        if waiting := [game for game in games if game.answer is None]:
+            self.receive(waiting, seconds if len(waiting) == len(games) else 0)
         return [key for key, game in zip(keys, games) if game.answer is not None]
 
     def parse_action(self, text):
@@ -506,7 +524,7 @@ class WorkerPool:
         try:
             answer = parts_of(self.env.parse_action(text), "parse_action()", "action, valid")
             return as_action(answer[0]), as_bool(answer[1], "valid")
-        except KeyboardInterrupt:
+        except ctrl_c():
             raise
         except BaseException as error:
             raise GameError(f"{self.name}: parse_action must return (action, valid) for every "
@@ -521,120 +539,134 @@ class WorkerPool:
         """Ends the environments, the workers, and the processes that they started."""
         if self.local:
             self.local.close()
-        for conn in self.conns:
-            conn.close()
-        deadline = time.time() + GRACE
-        while self.procs:
-            self.end(self.procs.pop(), deadline - time.time())
-
-    def end(self, proc, seconds=0):
-        """Waits so long for a worker to end, then kills it and what it leaves."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            proc.wait(max(0, seconds))
-        kill_group(proc.pid)
-        proc.wait()
+        for worker in self.workers:
+            worker.conn.close()  # which tells all of them to end
+        deadline = time.monotonic() + GRACE
+        while self.workers:
+            self.workers.pop().end(deadline - time.monotonic())
 
     # ---- messages
     def ask(self, game, op, argument):
+        start = time.monotonic()
         game.requests.append((op, argument))
         game.answer, game.order = None, next(self.order)
-        self.send(game, game.requests[-1:], wants_answer=True)
+        self.send(game, game.requests[-1:], wanted=True)
+        self.seconds += time.monotonic() - start
 
-    def send(self, game, requests, wants_answer=False):
-        """Sends requests to a worker, or executes them in this process."""
-        start = time.time()
-        if wants_answer:
-            game.asked = start
-            game.warned = False
-        if self.local:
-            game.answer = self.local.execute(game.number, requests)
+    def send(self, game, requests, wanted=False, alone=False):
+        """Sends requests to a game's worker, or executes them in this process. `wanted`: the answer
+        to the last one; `alone`: while no other game is at work."""
+        if game.worker:
+            game.worker.send(game.number, requests, wanted, alone)
         else:
-            with contextlib.suppress(OSError):  # receive() notices a dead worker
-                self.conns[game.worker].send((game.number, requests, wants_answer))
-        self.seconds += time.time() - start
+            for request in requests:
+                game.answer = self.local.execute(game.number, *request)
 
-    def receive(self, w):
-        """Waits for a worker's next answer; replaces the worker if it is dead or hangs."""
-        start = time.time()
-        patience, first = self.env.patience, min(self.warn_after, self.env.patience)
-        if not self.conns[w].poll(first):
-            self.say_who_waits(first, self.unanswered(w))
-            if not self.conns[w].poll(patience - first):
-                return self.replace(w, f"gave no answer for {patience} seconds")
-        self.take_answer(w)
-        self.seconds += time.time() - start
+    def receive(self, games, seconds):
+        """Takes what the workers of these games say, and waits so long for the first word of them.
+        Replaces those that are dead or hang."""
+        start = time.monotonic()
+        workers = [*dict.fromkeys(game.worker for game in games)]
+        wait([worker.conn for worker in workers], seconds)
+        for worker in workers:
+            try:
+                for number, answer in worker.answers():
+                    self.take(worker, number, answer)
+            except (EOFError, OSError):
+                self.replace(worker, f"died with status {worker.end(1)}", worker.at_work)
+            else:
+                self.check_patience(worker)
+        self.seconds += time.monotonic() - start
 
-    def take_answer(self, w):
-        """Takes an answer that is there; replaces the worker if it is dead."""
-        try:
-            number, answer = self.conns[w].recv()
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.procs[w].wait(1)  # to know its exit status
-            return self.replace(w, f"died with status {self.procs[w].returncode}")
+    def take(self, worker, number, answer):
+        worker.losses = 0
         for game in self.games.values():  # it may have been dropped
             if game.number == number:
-                game.answer = answer
-                game.losses = 0
+                game.answer, game.losses, game.alone = answer, 0, False
+                if isinstance(answer, tuple):
+                    game.info = answer[-1]
+                    self.lost = 0 if len(answer) == 5 else self.lost
 
-    def say_who_waits(self, seconds, games):
-        tasks = [game.task for game in games[:4]]
-        print(f"{self.name}: no answer for {seconds} seconds in {tasks}", file=sys.stderr,
-              flush=True)
-
-    def check_patience(self, game):
-        """Names an asynchronous game that takes long; replaces its worker if it hangs."""
-        seconds, patience = time.time() - game.asked, self.env.patience
-        if seconds > patience:
-            self.replace(game.worker, f"gave no answer for {patience} seconds", [game])
-        elif seconds > self.warn_after and not game.warned:
-            self.say_who_waits(self.warn_after, [game])
-            game.warned = True
-
-    # ---- the workers
-    def spawn(self, w):
-        """Starts a new interpreter with this file; a fork would copy torch and its threads. It has
-        its own session, so that Ctrl-C does not reach it before the caller has finished."""
-        self.conns[w], child_end = Pipe()
-        fd = child_end.fileno()
-        path = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *sys.path]
-        path = [str(os.fsdecode(x)) for x in path if isinstance(x, (str, bytes, os.PathLike))]
-        code = (f"import sys; sys.path[:] = {path!r}; "  # the environment may be anywhere
-                f"from runtime.workers import worker_main; worker_main({fd})")
-        command = [sys.executable, "-Wignore:webshop", "-c", code]  # the parent has warned already
-        self.procs[w] = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
-                                         stdin=subprocess.DEVNULL)
-        self.conns[w].send((self.env.asynchronous, self.make, self.name, self.options))
-        child_end.close()
-
-    def games_of(self, w):
-        """A worker's games, in the order of their last requests."""
-        return sorted((game for game in self.games.values() if game.worker == w),
+    # ---- workers that die or hang
+    def unanswered(self, worker):
+        """The games that wait for a worker, in the order of their requests."""
+        return sorted((game for game in self.games.values()
+                       if game.worker is worker and game.answer is None),
                       key=lambda game: game.order)
+
+    def check_patience(self, worker):
+        """Names the games that wait long for a worker; replaces the worker if it hangs."""
+        patience, first = self.env.patience, min(self.warn_after, self.env.patience)
+        waiting = self.unanswered(worker)
+        at_work = worker.at_work or {None: worker.idle}
+        for number, work in at_work.items() if waiting else ():
+            seconds = time.monotonic() - work.since
+            if seconds >= first and not work.warned:
+                work.warned = True
+                slow = [game for game in waiting if game.number == number]
+                slow = slow if slow and self.env.asynchronous else waiting
+                print(f"{self.name}: no answer for {first} seconds in {tasks_of(slow)}",
+                      file=sys.stderr, flush=True)
+            if seconds >= patience:
+                worker.end()
+                return self.replace(worker, f"gave no answer for {patience} seconds",
+                                    {number: work})
+
+    def replace(self, worker, why, at_work):
+        """Starts a lost worker again, unless it was lost too often. `at_work`: {number: AtWork} of
+        the games at one of which it was lost. What nobody waits for is nobody's fault."""
+        waiting = self.unanswered(worker)
+        suspects = [game for game in waiting
+                    if game.number in at_work and at_work[game.number].wanted]
+        guilty = suspects[0] if suspects and len(at_work) == 1 else None
+        if suspects and not guilty:
+            for game in suspects:
+                game.alone = True
+        else:
+            (guilty or worker).losses += 1
+        if guilty and self.env.step_may_kill and len(guilty.requests) > 1:
+            if guilty.losses == 2:
+                self.lose(guilty, why)
+        elif (guilty or worker).losses > 3:
+            game = guilty or waiting[0]
+            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row, at game "
+                            f"{game.task}{game.when}. These games waited: {tasks_of(waiting)}"
+                            f"{self.remedy_for(game)}")
+        worker.start()
+        self.replay(worker)
+
+    def replay(self, worker):
+        """Sends a new worker all requests of its games. Last requests that are to be alone come
+        last, so that only what is sent afterwards waits for them."""
+        games = [game for game in self.games.values() if game.worker is worker and not game.over]
+        games.sort(key=lambda game: game.order)
+        for game in games:
+            if not game.alone:
+                self.send(game, game.requests, wanted=game.answer is None)
+            elif len(game.requests) > 1:
+                self.send(game, game.requests[:-1])
+        for game in games:
+            if game.alone:
+                self.send(game, game.requests[-1:], wanted=True, alone=True)
+
+    def lose(self, game, why):
+        """Ends a game as lost, because its last action has cost two workers."""
+        what = f"its worker {why}, and so did the next one in the same step"
+        _, action = game.requests[-1]
+        print(f"{self.name}: game {game.task} is lost{game.when}: {what}. The action was "
+              f"{action!r:.300}", file=sys.stderr, flush=True)
+        game.answer = (f"The episode is over: {what}.", 0.0, True, False,
+                       game.info | {"won": False, "score": 0.0})
+        self.lost += 1
+        if self.lost == self.max_lost:
+            raise GameError(f"{self.name}: {self.lost} games in a row were lost, the last one game "
+                            f"{game.task}{game.when}: {what}. No step was answered meanwhile, so "
+                            "it is probably not the actions, but the environment")
 
     def remedy_for(self, game):
         return self.remedy.format(shlex.quote(str(game.task)))
 
-    def unanswered(self, w):
-        """The games that wait for a worker. It is at work on the first one or, if they are
-        asynchronous, on all."""
-        return [game for game in self.games_of(w) if game.answer is None]
 
-    def replace(self, w, why, lost_by=None):
-        """Starts another worker in the place of a lost one and replays its games. `lost_by`: the
-        games by one of which it was lost; default: those that it was at work on."""
-        waiting = self.unanswered(w)
-        if lost_by is None:
-            lost_by = waiting if self.env.asynchronous else waiting[:1]
-        for game in lost_by:
-            game.losses += 1
-        game = max(lost_by, key=lambda game: game.losses, default=None)  # None: all had answered
-        if game and game.losses > 3:
-            raise GameError(f"{self.name}: a worker {why}, the fourth one lost in a row, at game "
-                            f"{game.task}{game.when}. These games waited: "
-                            f"{[game.task for game in waiting[:4]]}{self.remedy_for(game)}")
-        self.end(self.procs[w])
-        self.conns[w].close()
-        self.spawn(w)
-        for game in self.games_of(w):
-            self.send(game, game.requests, wants_answer=game.answer is None)
+def tasks_of(games):
+    """The tasks of the first few games."""
+    return [game.task for game in games[:4]]

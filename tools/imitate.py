@@ -49,13 +49,13 @@ from hf.loading import sapo_json_of
 from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
                    restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
+from runtime.answers import as_info, as_observation, obs_text
 from runtime.checkpoint import read_tensors, write_folder
 from runtime.cli import choose_threads, one_line_errors, parser_for, progress
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
-from runtime.workers import as_info, as_observation, obs_text
 from training.run import settings_of_games, with_speed_and_memory_settings
-from training.settings import FINITE, check_ranges
+from training.settings import LARGE, check_ranges, expanded
 
 # --------------------------------------------------------------- the tiny model and its tokenizer
 
@@ -626,8 +626,8 @@ class Flags:
                          # new in every task
 
     def __post_init__(self):
-        check_ranges(self, ((0, FINITE, "steps copy_steps lr text_weight"), (1, FINITE, "batch"),
-                            (0, 1, "forget until until_success"), (8, FINITE, "width")))
+        check_ranges(self, ((0, LARGE, "steps copy_steps lr text_weight"), (1, LARGE, "batch"),
+                            (0, 1, "forget until until_success"), (8, LARGE, "width")))
         if self.width % 8 or self.copy_steps and self.width < 64:
             raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 64; "
                              f"it is {self.width}")
@@ -659,7 +659,7 @@ def parse(argv=None):
     given = vars(parser_for(train.Config, "").parse_args(rest))
     given = {"env": "house", "model": "random"} | given
     given.setdefault("out", f"runs/{given['env'].split(':')[-1]}-imitated")
-    given["out"] = os.path.expanduser(given["out"])
+    given = expanded(given)
     random_model = given["model"] == "random"
     env = envs.env_class(given["env"])
     small = (SMALL_SETTINGS | env.recommended if random_model else

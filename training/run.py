@@ -22,12 +22,13 @@ from hf.verify import check_initial_readout, compiled_scoring, difference_of_mer
 from model import ActorCritic, load, make_batch, micro_batches
 from rollout import EVALUATION, TASKS, SamplerProtocol, rollout
 from runtime import report
+from runtime.answers import obs_text
 from runtime.checkpoint import (RunDir, init_wandb, iterations_of, read_json, write_file,
                                 write_folder)
 from runtime.cli import choose_threads, progress
 from runtime.distributed import (all_gather_list, barrier, broadcast_object, mean_or_zero, print0,
                                  rank, stop, world_size)
-from runtime.workers import GameError, obs_text
+from runtime.workers import GameError
 from training.settings import (Config, as_json, check_model_settings, learner_class, options_of)
 
 # --------------------------------------------------------------------------- around the whole loop

@@ -13,17 +13,16 @@ import json
 import numbers
 import os
 import pkgutil
-import sys
 from typing import Literal, get_args
 
 import torch
 
 import envs
 from hf.loading import sapo_json_of
+from runtime.answers import as_python, as_text
 from runtime.checkpoint import RunDir, default_run_name
-from runtime.cli import parser_for
+from runtime.cli import file_path, parser_for
 from runtime.distributed import print0
-from runtime.workers import as_python, as_text
 
 # The methods that have a short name; any other is MODULE:CLASS, as for environments.
 ALGOS = {"sapo": "train:Learner", "ppo-turns": "baselines.learners:PPOTurns",
@@ -105,20 +104,21 @@ class Config:
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
 
     def __post_init__(self):  # also after dataclasses.replace
-        check_types(self)
+        check_types(vars(self))
         check_ranges(self, RANGES)
         if self.batch_size % self.group_size:
             raise ValueError(f"--group_size {self.group_size} does not divide --batch_size "
                              f"{self.batch_size}")
 
 
-FINITE = sys.float_info.max
+LARGE = 10 ** 9  # its square is finite in float32
 RANGES = (  # (smallest, largest, settings)
-    (1, FINITE, "iterations batch_size group_size horizon max_new_tokens mini_batch save_every "
-                "tokens_per_micro_batch max_num_seqs max_prompt"),
-    (0, FINITE, "seed history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta "
-                "c_v c_q c_h c_inv clip lora_rank"),
-    (0, 1, "gamma gae_lambda"), (1e-6, FINITE, "r_max tau_v"))
+    (1, 10 ** 6, "batch_size group_size"), (0, 2 ** 63 - 1, "seed"),
+    (1, LARGE, "iterations horizon max_new_tokens mini_batch save_every tokens_per_micro_batch "
+               "max_num_seqs max_prompt"),
+    (0, LARGE, "history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta c_v "
+               "c_q c_h c_inv clip lora_rank"),
+    (0, 1, "gamma gae_lambda"), (1e-6, LARGE, "r_max tau_v"))
 # What may change when a run is resumed: its length, its surroundings, and what saves memory. With
 # another length, a learning rate that decays (--lr_final_fraction) jumps.
 RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_seqs", "wandb",
@@ -126,15 +126,18 @@ RESUME_MUTABLE = {"iterations", "save_every", "data", "out", "resume", "max_num_
                   "optim_state_dtype", "leave_out"}
 
 
-def check_types(config) -> None:
-    """ValueError: a setting that is not None is of the wrong type, none of its choices, or a folder
-    whose name cannot be written."""
-    for f in dataclasses.fields(config):
-        value, choices = getattr(config, f.name), get_args(f.type)
+def check_types(config: dict) -> None:
+    """ValueError: one of these settings that is not None is of the wrong type, none of its choices,
+    or a folder whose name cannot be written."""
+    for f in dataclasses.fields(Config):
+        value, choices = config.get(f.name), get_args(f.type)
         if value is None:
             continue
         if choices and value not in choices:
             raise ValueError(f"{f.name} is {value!r}; it can be {', '.join(choices)}")
+        texts = (str, os.PathLike) if f.name in PATHS else (str, type) if f.name == "env" else str
+        if f.type is str and not isinstance(value, texts):
+            raise ValueError(f"{f.name} is {value!r:.200}; it must be a text")
         is_bool = isinstance(value, bool)  # Python counts it as a number, too
         if f.type is int and (is_bool or not isinstance(value, numbers.Integral)):
             raise ValueError(f"{f.name} is {value!r}; it must be a whole number")
@@ -142,7 +145,8 @@ def check_types(config) -> None:
             raise ValueError(f"{f.name} is {value!r}; it must be a number")
         if f.type is bool and not is_bool:
             raise ValueError(f"{f.name} is {value!r}; it must be True or False")
-        if f.type is tuple and not (isinstance(value, (list, tuple)) and len(value) == 2):
+        if f.type is tuple and not (isinstance(value, (list, tuple)) and len(value) == 2
+                                    and all(isinstance(token, (str, int)) for token in value)):
             raise ValueError(f"{f.name} is {value!r}; it must be two names or ids")
         if f.type is list and not (isinstance(value, (list, tuple))
                                    and all(isinstance(task, (str, int)) for task in value)):
@@ -158,13 +162,13 @@ def check_ranges(settings, ranges) -> None:
         for name in names.split():
             value = getattr(settings, name)
             if value is not None and not low <= value <= high:
-                limit = f"at most {high}" if high < FINITE else "finite"
-                raise ValueError(f"--{name} must be at least {low} and {limit}; it is {value}")
+                raise ValueError(f"--{name} must be at least {low} and at most {high}; it is "
+                                 f"{value}")
 
 
 # Settings that only some environments have, those that name them in their `flags`.
 OPTIONS = "data", "places", "objects"
-PATHS = "data", "model", "out"
+PATHS = {"data", "model", "out"}
 # Settings that decide what the others are by default.
 CHOICE = "env", "model", "algo", "context", "lora_rank"
 LORA_LR_FACTOR = 10  # adapters learn at so many times the learning rate of all parameters
@@ -190,6 +194,7 @@ def settings(lm=None, pool=None, **given) -> Config:
     given = {name: as_python(value) for name, value in given.items() if value is not None}
     if unknown := given.keys() - {f.name for f in dataclasses.fields(Config)}:
         raise ValueError(f"{', '.join(sorted(unknown))}: there is no such setting")
+    check_types(given)
     given = expanded(given)
     if "env" in given:
         given["env"] = short_name(given["env"])
@@ -235,8 +240,15 @@ def settings(lm=None, pool=None, **given) -> Config:
 
 
 def expanded(given: dict) -> dict:
-    """`given`, with the home folder in place of ~ at the beginning of a path."""
-    return given | {name: os.path.expanduser(given[name]) for name in PATHS if name in given}
+    """`given`, with the home folder in place of ~ at the beginning of a path. ValueError: one is
+    no path."""
+    paths = {}
+    for name in PATHS & given.keys():
+        try:
+            paths[name] = file_path(given[name])
+        except ValueError as error:
+            raise ValueError(f"--{name} {given[name]!r}: {error}") from None
+    return given | paths
 
 
 def short_name(env):

@@ -11,9 +11,11 @@ import torch
 
 import eval as evaluation
 import train
+from environments.house import House
 from model import ActorCritic
 from runtime import cli
 from runtime.testing import HERE, INF, NAN, TINY_HOUSE, on_the_cpu, read_lines, run_main
+from tools import imitate
 from tools.imitate import random_tiny
 from training.settings import ALGOS, RESUME_MUTABLE, learner_class
 
@@ -88,8 +90,9 @@ def test_defaults_of_evaluations_are_those_of_training():
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--lr nan", "--lr must be at least 0 and finite; it is nan"), ("--gamma 2", "at most 1"),
-    ("--max_num_seqs -1", "at least 1"), ("--history -1", "at least 0"), ("--r_max inf", "finite")])
+    ("--lr nan", "--lr must be at least 0 and at most 1000000000; it is nan"),
+    ("--gamma 2", "at most 1"), ("--max_num_seqs -1", "at least 1"),
+    ("--history -1", "at least 0"), ("--r_max inf", "at most")])
 def test_settings_out_of_range_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         train.parse(flags.split())
@@ -107,7 +110,10 @@ def test_settings_are_numbers(name, value):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("lr", NAN), ("clip", -1.0), ("gamma", 1.5), ("mini_batch", 0), ("beta", INF), ("horizon", 0)])
+    ("lr", NAN), ("clip", -1.0), ("gamma", 1.5), ("mini_batch", 0), ("beta", INF), ("horizon", 0),
+    ("lr", 1e39), ("lr", 1e300), ("clip", 1e300), ("r_max", 1e39), ("tau_v", 1e300),
+    ("c_inv", 1e39), ("batch_size", 10 ** 15), ("iterations", 10 ** 30), ("seed", 2 ** 70),
+    ("max_num_seqs", 10 ** 15), ("lr_warmup", 10 ** 40)])
 def test_settings_are_checked_where_they_are_made(name, value):
     with pytest.raises(ValueError, match=f"--{name} must be at least"):
         train.Config(**{name: value})
@@ -158,7 +164,25 @@ def test_tasks_to_leave_out_are_a_list(value):
 
 
 @pytest.mark.parametrize("given", [{"compile": "false"}, {"resume": "yes"}, {"iterations": True},
-                                   {"lr": True}, {"value_tokens": "ab"}, {"value_tokens": ["a"]}])
+                                   {"lr": True}, {"value_tokens": "ab"}, {"value_tokens": ["a"]},
+                                   {"value_tokens": [1.5, "a"]}, {"out": 5}, {"out": b"run"},
+                                   {"data": ["shop"]}, {"model": 1.5}, {"model": {}}, {"env": 5},
+                                   {"env": House()}, {"algo": ["sapo"]}, {"wandb": 1},
+                                   {"out": INF, "resume": True}])
 def test_settings_of_another_type_are_refused(given):
     with pytest.raises(ValueError, match=f"{min(given)} is .*; it must be"):
         train.settings(**given)
+
+
+@pytest.mark.parametrize("value", ["~nosuchuser", "~nosuchuser/run", "a\0b"])
+@pytest.mark.parametrize("flag", ["--out", "--model", "--data", "--table"])
+def test_paths_that_cannot_be_are_named(tmp_path, monkeypatch, flag, value):
+    monkeypatch.chdir(tmp_path)
+    says = "null byte" if "\0" in value else "there is no such home folder"
+    for module, expected in (train, says), (imitate, says), (evaluation, "invalid file_path value"):
+        if flag == "--table" and module is not evaluation:
+            continue
+        with pytest.raises(SystemExit, match=expected) as stop:
+            run_main(module, monkeypatch, "--env", "webshop", flag, value)
+        assert flag in str(stop.value) and repr(value) in str(stop.value)
+        assert "\n" not in str(stop.value)
