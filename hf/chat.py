@@ -6,7 +6,9 @@ speak as somebody else.
     check_messages      what is wrong with messages
     used_tokens         the tokens that have a purpose, such as those that a template can write
 """
+import contextlib
 import datetime
+import itertools
 import json
 import logging
 import re
@@ -70,7 +72,18 @@ def json_escaped(content: str) -> str:
 
 # ------------------------------------------------------- which tokens a tokenizer's templates write
 
+# Every role alone, and in some conversations, of which a template may refuse any.
 ROLES = "system", "developer", "user", "assistant", "tool", "function"
+CONVERSATIONS = [(*before, role) for role in ROLES
+                 for before in ((), ("system",), ("user",), ("user", "assistant"))]
+CONVERSATIONS += [(*start, "user", "assistant", "tool", *more, "assistant", "user", "assistant")
+                  for start in ((), ("system",)) for more in ((), ("tool",))]
+FUNCTION = {"type": "function", "function": {
+    "name": "-", "description": "-", "return": {"type": "string", "description": "-"},
+    "parameters": {"type": "object", "required": ["a"], "properties": {
+        "a": {"type": "string", "description": "-", "enum": ["-"]}, "b": {"type": "integer"}}}}}
+CALL = {"id": "000000000", "type": "function", "function": {"name": "-", "arguments": {}}}
+SHOWN = {}, {"tools": [FUNCTION, FUNCTION]}, {"documents": [{"title": "-", "text": "-"}]}
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -84,18 +97,38 @@ def templates_of(tokenizer) -> dict:
 
 def used_tokens(tokenizer) -> set[int]:
     """The ids of those added tokens that have a purpose: those that the tokenizer has a name for,
-    such as its eos token, TAGS, all that any of its templates spells, and all that it could put
-    together for some conversation, as in '<|' + role + '|>': what consists of words of its texts,
-    ROLES, digits and signs."""
+    such as its eos token, TAGS, and what any of its templates writes. That is what the template
+    spells, what it makes of CONVERSATIONS, with and without tools, and what it could put together
+    for others, as in '<|' + role + '|>': all that consists of words of its texts, ROLES, digits and
+    signs."""
     templates = templates_of(tokenizer).values()
-    texts = *TAGS, *tokenizer.special_tokens_map.values(), *templates
+    texts = {*TAGS, *tokenizer.special_tokens_map.values(), *templates}
     words = {*ROLES}
     for template in templates:
         words.update(*(WORD.findall(text.lower()) for text in texts_in(template)))
+        texts |= renderings(tokenizer, template)
     return {i for i, token in tokenizer.added_tokens_decoder.items()
             if any(token.content in text for text in texts)
             or all(consists_of(words, word) for word in WORD.findall(token.content.lower()))
             and (token.special or WORD.search(token.content))}
+
+
+def renderings(tokenizer, template: str) -> set[str]:
+    """What a template makes of CONVERSATIONS, with each of SHOWN."""
+    texts = set()
+    for roles in CONVERSATIONS:
+        messages = [{"role": role, "content": "-"} for role in roles]
+        for message, following in zip(messages, [*roles[1:], None]):
+            if following == "tool":
+                message["tool_calls"] = [CALL]
+            if message["role"] == "tool":
+                message |= {"name": "-", "tool_call_id": CALL["id"]}
+        for shown, begin in itertools.product(SHOWN, (False, True)):
+            with contextlib.suppress(Exception):  # of any kind: a template raises what it likes
+                texts.add(tokenizer.apply_chat_template(
+                    messages, chat_template=template, tokenize=False, add_generation_prompt=begin,
+                    **shown))
+    return texts
 
 
 def texts_in(template: str) -> list[str]:

@@ -74,6 +74,19 @@ def test_what_any_template_can_write_is_no_reserved_token(template):
         reserve_value_ids(tokenizer, len(tokenizer), (), ("<|a|>", "<|b|>"))
 
 
+@pytest.mark.parametrize("role, token", [
+    ("m.role[0]", "<|u|>"), ("m['role'][:2]", "<|us|>"), ("m.role[::-1]", "<|resu|>"),
+    ("m.role | upper", "<|USER|>"), ("'%s_%d' % (m.role, loop.index)", "<|user_7|>")])
+def test_tokens_that_a_template_makes_of_a_role_are_used(role, token):
+    tokenizer = random_tiny().tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": [token, "<|y|>", "<|z|>"]})
+    tokenizer.chat_template = ("{% for m in messages %}{{ '<|' ~ (" + role + ") ~ '|>' }}"
+                               "{{ m.content }}{% endfor %}")
+    used, ids = used_tokens(tokenizer), tokenizer.convert_tokens_to_ids([token, "<|y|>", "<|z|>"])
+    assert [i in used for i in ids] == [True, False, False]
+    assert reserve_value_ids(tokenizer, len(tokenizer), ()) == (ids[1], ids[2])
+
+
 def test_tokens_that_a_tokenizer_has_a_name_for_are_used():
     tokenizer = random_tiny().tokenizer
     tokenizer.add_special_tokens({"mask_token": "<mask>", "sep_token": "<sep>"})
