@@ -200,21 +200,23 @@ class ActorCritic:
 
     def parameters(self) -> list[list]:
         """What is trained, in two groups: the model's parameters that are not frozen, and those of
-        w+ and w-. ValueError: the whole model is frozen."""
+        w+ and w-. ValueError: the whole model is frozen; or it has adapters, and others are not
+        frozen, or the adapters are not float32."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("all parameters of the model are frozen: requires_grad is False")
+        if self.lora_rank:
+            lora.check_trained(self.model, trained)
         return [trained, [*self.value_rows.parameters()]]
 
     @property
     def lora_rank(self) -> int:
-        """The rank of the model's adapters; 0: it has none, and all of its parameters are used as
-        they are."""
+        """The rank of the model's adapters; 0 if it has none."""
         return lora.rank_of(self.model)
 
     def copy(self) -> "ActorCritic":
-        """With a model of its own, as it is now. Parameters that are frozen are shared, so that a
-        copy of a model with adapters takes no more memory than they do."""
+        """With trained parameters of its own, as they are now. Frozen ones are shared, so that a
+        copy of a model with adapters takes no more memory than they do; so are value_rows."""
         trained = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
         return replace(self, model=lora.copy_with(self.model, trained))
 
@@ -272,8 +274,9 @@ class ActorCritic:
 
         If the model has adapters, it is their folder, as peft writes them, which names the model
         that they are for; the rows of w+ and w- are a file of it. `merged` gives a whole model."""
-        for name, rows in self.value_rows.named_parameters():
-            getattr(self.head, name)[self.value_index] = rows.to(self.head.weight.dtype)
+        if not self.lora_rank:
+            for name, rows in self.value_rows.named_parameters():
+                getattr(self.head, name)[self.value_index] = rows.to(self.head.weight.dtype)
         ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
                 "settings": self.recommended, "run": self.played_with}
         write_model(self.model, self.tokenizer, folder, ours, self.value_rows.state_dict())
@@ -286,7 +289,8 @@ class ActorCritic:
 
     @torch.no_grad()
     def load_weights(self, folder) -> None:
-        """Copies the weights that `save` wrote into this model, in place."""
+        """Copies the weights that `save` wrote into this model, in place, but not the rows of w+
+        and w-. ValueError, OSError: they cannot be read, or are those of another model."""
         read_weights(self.model, folder)
 
 

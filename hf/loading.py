@@ -70,10 +70,14 @@ def edit_json(path) -> Iterator[dict]:
 
 
 def read_sapo_json(where) -> dict:
-    """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; {} if there is
+    """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; if that is an
+    adapter without one, as peft writes it, that of the model that it is for; {} if there is
     none."""
-    path = find_file(where, "sapo.json")
-    return read_json(path) if path else {}
+    if path := find_file(where, "sapo.json"):
+        return read_json(path)
+    if adapter := find_file(where, "adapter_config.json"):
+        return read_sapo_json(base_of(read_json(adapter)))
+    return {}
 
 
 def sapo_json_of(name: str, tiny: str = "tiny-house") -> dict:
@@ -104,9 +108,10 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
     `name`. If it is an adapter, the model is the one that it is for, with this adapter. ValueError:
     they cannot be read; or the model's context is too short for `prompt` and a response of
     max_new_tokens, which is found out before the weights are read."""
+    adapter = {}
     try:
-        adapter = find_file(where, "adapter_config.json")
-        adapter = read_json(adapter) if adapter else {}
+        if path := find_file(where, "adapter_config.json"):
+            adapter = read_json(path)
         base = base_of(adapter) if adapter else where
         # an adapter's folder may have no tokenizer
         words = where if find_file(where, "tokenizer_config.json") else base
@@ -125,11 +130,14 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
             base, config=config, dtype=dtype, output_loading_info=True)
         if adapter:
             lora.read_adapter(model, adapter, find_file(where, "adapter_model.safetensors"))
+            lora.check_base(model, read_sapo_json(where))
             read_value_rows(model, where)
             model.name_or_path = where
     except Exception as error:  # safetensors, tokenizers and the hub have exceptions of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
-        what = name if local_folder(name).is_dir() else f"{name}, which is not a folder here"
+        what = f"{name}" + ", which is not a folder here" * (not local_folder(name).is_dir())
+        if adapter:
+            what += f" (an adapter for {adapter.get('base_model_name_or_path')})"
         raise ValueError(f"cannot load model {what}: {why}") from None
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them randomly
         raise ValueError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
@@ -143,9 +151,15 @@ def base_of(adapter_config: dict) -> str:
     if not base:
         raise ValueError("its adapter_config.json does not name the model that it is for "
                          "(base_model_name_or_path)")
-    if os.path.isabs(base) and not os.path.isdir(base):
+    try:
+        base = resolve_model(base)
+    except ValueError:
         raise ValueError(f"it is an adapter for the model in {base}, and there is no such folder: "
-                         "adapter_config.json names it (base_model_name_or_path)")
+                         "put it back, or name where it is now in adapter_config.json "
+                         "(base_model_name_or_path)") from None
+    if Path(base, "adapter_config.json").is_file():
+        raise ValueError(f"it is an adapter for {base}, which is an adapter itself: merge that one "
+                         "first")
     return base
 
 
@@ -166,6 +180,8 @@ def write_model(model, tokenizer, folder, sapo_json: dict, value_rows: dict) -> 
     If the model has adapters, the folder is theirs; value_rows, the weight (and bias) of w+ and w-,
     is a file of it."""
     tokenizer.save_pretrained(folder)
+    if lora.rank_of(model):
+        sapo_json = sapo_json | {"base_fingerprint": lora.fingerprint(model)}
     text = json.dumps(sapo_json, indent=2) + "\n"
     Path(folder, "sapo.json").write_text(text, encoding="utf-8")
     with edit_json(f"{folder}/tokenizer_config.json") as config:
@@ -203,6 +219,7 @@ def read_weights(model, folder) -> None:
         tensors = safetensors.torch.load_file(file)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is damaged: {error}") from None
+    lora.check_base(model, read_sapo_json(folder))
     lora.load_adapter(model, tensors)
 
 

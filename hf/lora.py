@@ -10,10 +10,12 @@ starts at 0, so the model is unchanged at first.
     write_adapter, read_adapter  folders as those of peft, which can load them
 
 Adapters are never merged while a model is used: sampler and scoring pass compute the same function.
-A copy of a model that is made here shares all tensors but A and B. Layers of our own, because
-peft's convert x to float32 in each of them, and keep A and B in the model's 16 bits.
+A copy of a model that is made here shares all tensors but A and B. Layers of our own, because in
+peft's either A and B are float32, and x is converted to float32 in each of them, or both are in the
+model's 16 bits, in which small steps are lost.
 """
 import copy
+import hashlib
 import json
 import math
 import os
@@ -59,13 +61,24 @@ def adapter_tensors(model) -> list:
     return [p for layer in adapted_layers(model).values() for p in (layer.lora_A, layer.lora_B)]
 
 
+def check_trained(model, trained: list) -> None:
+    """ValueError: what is trained is not adapters alone, or not in float32."""
+    ours = {id(p) for p in adapter_tensors(model)}
+    if any(id(p) not in ours for p in trained):
+        raise ValueError("the model has adapters, and other parameters that are not frozen, which "
+                         "the folder of an adapter could not hold: requires_grad must be False")
+    if any(p.dtype != torch.float32 for p in trained):
+        raise ValueError("the adapters are not float32, in which alone small steps are not lost: "
+                         "convert the model before it gets adapters")
+
+
 def add_adapters(model, rank: int, names=None, base="") -> None:
     """Freezes a model, and gives A and B to all linear layers of its backbone, or to those with
     these names. A is uniform within +-2 / sqrt(in), from a fixed seed, so all ranks and all runs
     begin with the same one; B is 0. (Others draw within +-1 / sqrt(in), and multiply B A by alpha /
-    rank = 2. That factor is in A here.) base: default the model's folder or hub id, which the
-    folder of an adapter names. ValueError: there are no such layers, no base, or the rank is above
-    that of W in all layers."""
+    rank = 2. At the start that is the same; then a step of A has half of that effect here.) base:
+    default the model's folder or hub id, which the folder of an adapter names. ValueError: there
+    are no such layers, no base, or the rank is above that of W in all layers."""
     base = base or model.name_or_path
     if not base:
         raise ValueError("the folder of an adapter names its base, and this model has no folder or "
@@ -73,16 +86,17 @@ def add_adapters(model, rank: int, names=None, base="") -> None:
     backbone = {id(part) for part in model.base_model.modules()}
     linear = {name: layer for name, layer in model.named_modules()
               if type(layer) is torch.nn.Linear and id(layer) in backbone}
+    if names is None:
+        most = max((min(layer.weight.shape) for layer in linear.values()), default=rank)
+        if not isinstance(rank, int) or not 0 < rank <= most:
+            raise ValueError(f"adapters of rank {rank}: 1 to {most} make sense in this model")
     names = [*linear] if names is None else sorted(names)
     if unknown := [name for name in names if name not in linear]:
         raise ValueError(f"the adapter is for {unknown[0]}, which is no linear layer of the "
                          f"backbone of {type(model).__name__}")
     if not names:
         raise ValueError(f"{type(model).__name__} cannot have adapters: its backbone has no linear "
-                         "layers (torch.nn.Linear)")
-    smaller = [min(linear[name].weight.shape) for name in names]
-    if not 0 < rank <= max(smaller):
-        raise ValueError(f"adapters of rank {rank}: 1 to {max(smaller)} make sense in this model")
+                         "layers (torch.nn.Linear); without --lora_rank all parameters are trained")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name in names:
@@ -124,26 +138,29 @@ def copy_adapters(target, source) -> None:
 
 @torch.no_grad()
 def with_random_adapters(model):
-    """A copy whose B is random, such that B A has 0.3 times the norm of W. Without adapters, the
-    model itself."""
+    """A copy whose A and B are random, such that B A has 0.3 times the norm of W. Without adapters,
+    the model itself."""
     generator, new = torch.Generator().manual_seed(0), {}
     for layer in adapted_layers(model).values():
-        b = torch.randn(layer.lora_B.shape, generator=generator).to(layer.lora_B)
-        size = layer.weight.float().norm() / (b @ layer.lora_A).norm()
-        new[layer.lora_B] = 0.3 * size * b
+        a, b = (torch.randn(p.shape, generator=generator).to(p)
+                for p in (layer.lora_A, layer.lora_B))
+        new[layer.lora_A] = a
+        new[layer.lora_B] = 0.3 * layer.weight.float().norm() / (b @ a).norm() * b
     return copy_with(model, new) if new else model
 
 
 @torch.no_grad()
 def merged_copy(model, dtype: torch.dtype):
-    """A copy without adapters on the CPU, of the same function up to rounding: W + B A is
-    computed in float32 and then rounded to `dtype`. Layers that are tied stay tied."""
+    """A copy without adapters on the CPU, of the same function up to rounding: W + B A is computed
+    in float32 and then rounded to `dtype`. Layers that are tied stay tied. It shares nothing, can
+    be trained, and has no name until it is saved."""
     layers = adapted_layers(model)
-    new = {p: p.detach().to("cpu", dtype) for p in model.parameters()}
+    new = {p: p.detach().to("cpu", dtype, copy=True) for p in model.parameters()}
     for layer in layers.values():
         w = layer.weight.float() + layer.lora_B.float() @ layer.lora_A.float()
         new[layer.weight] = w.to("cpu", dtype)
-    merged = copy_with(model, new).to("cpu")
+    merged = copy_with(model, new).to("cpu").requires_grad_(True)
+    merged.name_or_path = ""
     for layer in adapted_layers(merged).values():
         del layer.lora_A, layer.lora_B
         layer.__class__ = torch.nn.Linear
@@ -156,20 +173,40 @@ def merged_copy(model, dtype: torch.dtype):
 PREFIX = "base_model.model."  # of peft's names of layers
 # Fields of adapter_config.json that would make it another function; these values do not.
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
-         **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out",
-                          "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication",
-                          "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
-                          "arrow_config"), (None, False, {}, [], ()))}
+         **dict.fromkeys(("target_parameters", "use_dora", "use_rslora", "use_qalora", "use_bdlora",
+                          "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern",
+                          "alpha_pattern", "layer_replication", "trainable_token_indices",
+                          "alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config",
+                          "monteclora_config"), (None, False, {}, [], ()))}
+
+
+def fingerprint(model) -> str:
+    """A short text to recognize the frozen weights by: a hash of the first 64 numbers of each, as
+    they are in bfloat16, in which the model may be loaded or not."""
+    adapters = {id(p) for p in adapter_tensors(model)}
+    first = [p.detach().flatten()[:64].bfloat16() for p in model.parameters()
+             if id(p) not in adapters]
+    return hashlib.sha256(torch.cat(first).float().cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def check_base(model, sapo_json: dict) -> None:
+    """ValueError: the model's frozen weights are not those with which the adapters were saved."""
+    saved = sapo_json.get("base_fingerprint", fingerprint(model))
+    if saved != fingerprint(model):
+        raise ValueError(f"the adapters were trained with other weights than those that are now in "
+                         f"{model.lora.base}: put these back")
 
 
 def write_adapter(model, folder) -> None:
-    """Writes A and B in float32, and adapter_config.json."""
+    """Writes A and B in float32, and adapter_config.json. ValueError: it is the base's folder."""
+    if os.path.abspath(folder) == model.lora.base:
+        raise ValueError(f"{folder} is the model that the adapters are for: save them elsewhere")
     layers = adapted_layers(model)
     tensors = {f"{PREFIX}{name}.{x}.weight": getattr(layer, x).detach().float().cpu().contiguous()
                for name, layer in layers.items() for x in ("lora_A", "lora_B")}
     safetensors.torch.save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
-    # peft takes the ends of names, and other programs know models by them; where they would mean
-    # other layers, too, whole names
+    # the ends of names, such as q_proj, as other programs expect them; whole names where a layer
+    # without adapters has such an end, too
     ends = {name.rpartition(".")[2] for name in layers}
     meant = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True,
@@ -185,20 +222,30 @@ def read_adapter(model, config: dict, file) -> None:
     its weights. ValueError: it is not plain LoRA, or does not fit the model."""
     for name, plain in PLAIN.items():
         if name in config and config[name] not in plain:
-            raise ValueError(f"its adapter_config.json has {name} {config[name]!r}, which is not "
-                             "supported: merge the adapter into its model first (peft: "
-                             "merge_and_unload, save_pretrained)")
+            raise ValueError(f"its adapter_config.json has {name} {config[name]!r}, {MERGE}")
+    if not file or not {"r", "lora_alpha"} <= config.keys():
+        raise ValueError("an adapter needs adapter_model.safetensors, and r and lora_alpha in its "
+                         "adapter_config.json; with other files, load it in peft and save it again "
+                         "(save_pretrained)")
     tensors = safetensors.torch.load_file(file)
+    for key in tensors:
+        if ".lora_A.weight" not in key and ".lora_B.weight" not in key:
+            raise ValueError(f"it has {key}, {MERGE}")
     names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
     add_adapters(model, config["r"], names)
     factor = config["lora_alpha"] / config["r"]
-    load_adapter(model, {key: factor * x if ".lora_A." in key else x for key, x in tensors.items()})
+    load_adapter(model, {key: factor * x.float() if ".lora_A." in key else x
+                         for key, x in tensors.items()})
+
+
+MERGE = ("which is not supported: merge the adapter into its model first (peft: merge_and_unload, "
+         "and save_pretrained of model and tokenizer)")
 
 
 @torch.no_grad()
 def load_adapter(model, tensors: dict) -> None:
-    """Copies what write_adapter wrote into A and B, in place. ValueError: it is for other
-    layers."""
+    """Copies what write_adapter wrote into A and B, in place. ValueError: it is for other layers,
+    or has numbers that are not finite."""
     expected = {f"{PREFIX}{name}.{x}.weight": getattr(layer, x)
                 for name, layer in adapted_layers(model).items() for x in ("lora_A", "lora_B")}
     for key in {*expected} ^ {*tensors}:
@@ -207,4 +254,6 @@ def load_adapter(model, tensors: dict) -> None:
         if p.shape != tensors[key].shape:
             raise ValueError(f"the adapter and the model do not fit: {key} has the shape "
                              f"{tuple(tensors[key].shape)}, not {tuple(p.shape)}")
+        if not tensors[key].isfinite().all():
+            raise ValueError(f"{key} of the adapter has numbers that are not finite")
         p.copy_(tensors[key])

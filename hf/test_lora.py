@@ -4,6 +4,7 @@ import functools
 import json
 
 import pytest
+import safetensors.torch
 import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
@@ -412,6 +413,89 @@ def test_settings_with_adapters(tmp_path):
             train.settings(**given)
     with pytest.raises(ValueError, match="the config has lora_rank 0, and the model 3"):
         train.Learner(lm, full)
+    names = [train.parse(flags).out for flags in ((), ("--lora_rank", "8"))]
+    assert names == ["runs/house-tiny-0", "runs/house-tiny-lora_rank=8-0"]
+
+
+def test_base_that_is_not_that_of_the_adapters_is_noticed(tmp_path, monkeypatch):
+    base = load("tiny")
+    base.save(tmp_path / "base")
+    flags = ["--model", tmp_path / "base", "--lora_rank", 2, "--beta", 0, "--batch_size", 2,
+             "--horizon", 2, "--eval_games", 0, "--out", tmp_path / "run"]
+    run_main(train, monkeypatch, *flags, "--iterations", 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert load(str(tmp_path / "run/adapter"), dtype=dtype).lora_rank == 2
+    with torch.no_grad():
+        for p in base.model.parameters():
+            p.mul_(1.2)
+    base.save(tmp_path / "base")
+    with pytest.raises(ValueError, match="trained with other weights than those that are now in"):
+        load(str(tmp_path / "run/adapter"))
+    with pytest.raises(SystemExit, match="trained with other weights than those that are now in"):
+        run_main(train, monkeypatch, *flags, "--iterations", 2, "--resume")
+    lm = load("tiny", lora_rank=2)
+    with pytest.raises(ValueError, match="is the model that the adapters are for"):
+        lm.save(TINY_HOUSE)
+    merged = lm.merged(torch.float32)
+    with pytest.raises(ValueError, match="has no folder or hub id: save it"):
+        actor_critic(merged.model, merged.tokenizer, lora_rank=2)
+
+
+def test_merged_model_can_be_trained_and_shares_nothing():
+    lm = adapted_model()
+    merged = lm.merged(torch.float32)
+    ours = {p.data_ptr() for p in lm.model.parameters()}
+    assert ours.isdisjoint(p.data_ptr() for p in merged.model.parameters())
+    assert all(p.requires_grad for p in merged.model.parameters()) and merged.parameters()
+
+
+def test_what_is_trained_beside_adapters_or_in_16_bits_is_refused():
+    lm = adapted_model()
+    lm.model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="other parameters that are not frozen"):
+        train.Learner(lm, train.settings(lm=lm))
+    lm = adapted_model()
+    lm.model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="the adapters are not float32"):
+        train.Learner(lm, train.settings(lm=lm))
+
+
+def test_peft_adapter_of_a_sapo_model_keeps_its_values_and_settings(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = dataclasses.replace(load("tiny"), r_max=2.0, tau_v=3.0)
+    torch.nn.init.normal_(base.value_rows.weight)
+    base.save(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    lm = load(str(tmp_path / "adapter"))
+    assert (lm.value_ids, lm.r_max, lm.tau_v) == (base.value_ids, 2.0, 3.0)
+    assert lm.value_rows.weight.equal(base.value_rows.weight)
+    config = train.settings(model=str(tmp_path / "adapter"))
+    assert (config.lr, config.r_max, config.lora_rank) == (4e-3, 2.0, 2)
+
+
+@pytest.mark.parametrize("key, value, says", [
+    ("base_model.model.lm_head.weight", None, "it has base_model.model.lm_head.weight, which is"),
+    ("q_proj.lora_B.weight", float("nan"), "has numbers that are not finite")])
+def test_other_tensors_of_adapters_are_named(tmp_path, key, value, says):
+    load("tiny", lora_rank=2).save(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+    key = next((name for name in tensors if name.endswith(key)), key)
+    tensors[key] = torch.zeros(1) if value is None else tensors[key] + value
+    safetensors.torch.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=says):
+        load(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="an adapter needs adapter_model.safetensors"):
+        load(str(tmp_path))
+
+
+def test_sampler_accepts_adapters_of_which_a_layer_does_nothing():
+    lm = adapted_model()
+    with torch.no_grad():
+        lm.model.model.layers[0].mlp.up_proj.lora_A.zero_()
+    assert Sampler(lm).generate(["What is red?"])
 
 
 def test_models_that_cannot_have_adapters_are_refused():

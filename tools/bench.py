@@ -67,10 +67,13 @@ def architecture(name):
 
 def random_model(name, dtype, seed=0, lora_rank=0):
     """An ActorCritic of the named architecture ("tiny": the tiny model's) with random weights,
-    which are as fast as trained ones, and the tiny model's tokenizer. lora_rank: that of adapters,
-    which no folder can keep, because their base is none."""
+    which are as fast as trained ones, and the tiny model's tokenizer. lora_rank: that of adapters.
+    They cannot be loaded again, because the random model is in no folder."""
     if name == "tiny":
-        return random_tiny(seed, dtype)
+        lm = random_tiny(seed, dtype)
+        if lora_rank:
+            add_adapters(lm.model, lora_rank, base="none")
+        return dataclasses.replace(lm)
     config, device = architecture(name), "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)

@@ -78,8 +78,9 @@ class Config:
     beta: float = 0.01  # weight of the KL to the initial model
     c_h: float = 0.001  # weight of the entropy bonus
 
-    lora_rank: int = 0  # above 0: train adapters of this rank (LoRA) in place of all parameters, at
-        # ten times the learning rate; default that of --model, if it is an adapter
+    lora_rank: int = 0  # above 0: train adapters of this rank (LoRA) in place of all parameters;
+        # --lr and --critic_lr are then ten times as large by default. Default that of --model, if
+        # it is an adapter
     lr: float = 1e-6  # AdamW's learning rate
     lr_warmup: int = 0  # optimizer steps of linear warmup
     lr_final_fraction: float = 1.0  # the learning rate decays linearly, and would reach this
@@ -181,8 +182,8 @@ def settings(lm=None, pool=None, **given) -> Config:
         1. the paper's: the defaults of Config
         2. what depends on the environment or the machine
         3. what the environment, the method and the model's folder recommend ("settings" in its
-           sapo.json, and the R_max and tau_v that it was trained with); with adapters, ten times
-           the learning rates, which are those for all parameters
+           sapo.json, and the R_max and tau_v that it was trained with). Learning rates are those
+           for all parameters; with adapters they are multiplied by 10
         4. `given`; None counts as not given
 
     An ActorCritic or an envs.Pool of one's own goes in here, too: R_max, tau_v and dtype are the
@@ -215,7 +216,8 @@ def settings(lm=None, pool=None, **given) -> Config:
     lora_rank = given.get("lora_rank", folder.get("lora_rank", 0))
     if lora_rank != folder.get("lora_rank", lora_rank):
         raise ValueError(f"--lora_rank {lora_rank}: {choice.model} is an adapter of rank "
-                         f"{folder['lora_rank']}")
+                         f"{folder['lora_rank']}: leave the flag out, or start from the whole "
+                         "model into which it is merged, such as RUN/final")
     advice = env.recommended | learner.recommended | (
         lm.recommended if lm else folder.get("settings", {}))
     if unknown := {*advice} - {f.name for f in dataclasses.fields(Config)}:
@@ -332,7 +334,10 @@ def parse(argv: list[str] = ()) -> Config:
     given = expanded(vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv)))
     if "out" not in given:
         usual = settings(**{name: given[name] for name in CHOICE if name in given})
-        defaults = vars(usual) | {"context": envs.env_class(usual.env).context}
+        env = envs.env_class(usual.env)
+        folder = sapo_json_of(usual.model, env.tiny_model)
+        defaults = vars(usual) | {"context": env.context,
+                                  "lora_rank": folder.get("lora_rank", 0)}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
     # alone, --resume needs a run; with other flags, it starts the run if there is none yet
     if "resume" in given and given.keys() <= {"resume", "out", "leave_out"}:
