@@ -3,9 +3,9 @@
 #     bash tools/gpu.sh MINUTES [OUT_FOLDER]         the folder, default runs/gpu, must not exist
 #     STEPS="4 2" bash tools/gpu.sh 10 runs/gpu-2    some steps, in this order; default "1 2 3 4 5 6"
 #     SIZE=small START=results/tiny-house bash tools/gpu.sh 15    tries this script on a CPU
-# 1  train.py in ALFWorld, with a random model of Qwen2.5-1.5B's shape; then it is resumed. It wants
-#    ALFWorld's games, as train.py does: alfworld-download, or $ALFWORLD_DATA
-# 2  one iteration of the paper's setting, in window and in full
+# 1  train.py in ALFWorld, with a random model of Qwen2.5-1.5B's shape; then it is resumed; then with
+#    adapters, in 24 GB. It wants ALFWorld's games, as train.py does: alfworld-download, or $ALFWORLD_DATA
+# 2  one iteration of the paper's setting, in window, in full, and in window with adapters
 # 3  SmolLM2 in House: SAPO, SAPO with the flags in $WINNER (if there are any), and SAPO without V and
 #    Q, two seeds each, side by side. It wants the imitated model in $START, default runs/start, which
 #    results/NOTES.md makes in "A pretrained model"
@@ -63,12 +63,22 @@ step_1() {
     part alfworld 240 torchrun train.py --env alfworld --model "$out/model" --iterations 2 \
         --max_new_tokens 100 --eval_games 16 --horizon 10 --out "$out/alfworld" $alfworld
     part resume 120 torchrun train.py --resume --out "$out/alfworld" --iterations 3
+    part adapters 240 python -c "
+import sys, torch, train
+if torch.cuda.is_available():
+    torch.cuda.set_per_process_memory_fraction(24e9 / torch.cuda.mem_get_info()[1])
+sys.argv[0] = 'train.py'
+train.main()" --env alfworld --model "$out/model" --lora_rank 16 --max_num_seqs 64 \
+        --tokens_per_micro_batch 2048 --iterations 2 --max_new_tokens 100 --eval_games 16 --horizon 10 \
+        --out "$out/adapters" $alfworld
 }
 
 step_2() {
     part window 270 python tools/bench.py iteration --model $model --repeats 1 $iteration
     part full 270 python tools/bench.py iteration --model $model --repeats 1 --context full \
         $less_in_full $iteration
+    part adapters-window 270 python tools/bench.py iteration --model $model --repeats 1 \
+        --lora_rank 16 $iteration
 }
 
 step_3() {
