@@ -158,9 +158,9 @@ class Env:
     categories = {}  # {info["category"]: its column in tables}
     graded = False  # whether a score can be between 0 and 1
     # worker processes
-    patience = 600  # seconds after which a silent worker is replaced
+    patience = 600  # seconds, imports included, after which a silent worker is replaced
     step_may_kill = False  # whether a step that costs two workers loses its episode, not the run
-    workers = None  # worker processes per rank; None: as many as there are cores
+    workers = None  # worker processes per rank; None: as many as there are cores, at most 16
     asynchronous = False  # whether each game has a thread, so that no game waits for a slow one
 
     @classmethod

@@ -59,7 +59,9 @@ class SamplerProtocol(Protocol):
     lm: ActorCritic  # its chat encodes prompts, its method text decodes responses
     context: str  # "window" or "full"
     max_new_tokens: int  # the maximum length of a response
-    limit: int  # the maximum length of a sequence without its response
+    # the maximum length of a sequence without its response: what lm.max_length leaves for it, and
+    # config.max_prompt, if there is one
+    limit: int
     steps: int  # decoding steps so far, or about as many: games are answered after some of them
 
     @property
@@ -76,9 +78,11 @@ class SamplerProtocol(Protocol):
         and --resume is not exact."""
 
     def run(self, steps: int | None = None) -> list[tuple[object, Response]]:
-        """Decodes until a response is complete, or for about so many steps -> [(key, Response)] of
-        those that are complete, which may be none. It must advance `steps`, or games are never
-        asked for their answers while others are decoded."""
+        """Decodes until a response is complete, or for about so many steps (default: as many as a
+        response can have) -> [(key, Response)] of those that are complete, which may be none. Where
+        nothing waits for a response it returns at once; where it waits for a server, not for
+        longer than a game may wait. It must advance `steps`, or games are never asked for their
+        answers while others are decoded."""
 
     def drop(self, key) -> None:
         """No sequence of this name will come any more: the conversation is over."""
@@ -897,6 +901,12 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 all_due = len(pending) > sampler.busy
                 due = [traj for traj, step in pending
                        if all_due or step + ENV_LATENCY_STEPS <= sampler.steps]
+            late = due  # `interrupted` is asked while the slowest of them is waited for, too
+            while late and not (interrupted and interrupted()):
+                there = pool.answered(late, seconds=1)
+                late = [traj for traj in late if traj not in there]
+            if late:
+                continue
             pending = [(traj, step) for traj, step in pending if traj not in due]
             for traj, answer in zip(due, pool.gather(due)):
                 try:

@@ -1197,10 +1197,10 @@ def test_interrupted_rollout_returns_the_episodes_that_are_over(context, workers
     sampler.run = lambda steps: longest.append(steps) or run(steps)
     with a_pool(workers, horizon=6) as pool:
         whole = rollout(sampler, GAMES, pool, **options)
-        asked = len(longest)
-        for limit in (0, asked // 2, asked - 1):
-            calls = iter(range(asked))
-            interrupted = lambda: next(calls) >= limit
+        runs = len(longest)
+        for limit in (0, runs // 2, runs - 1):
+            before = len(longest)
+            interrupted = lambda: len(longest) - before >= limit
             some = rollout(sampler, GAMES, pool, interrupted=interrupted, **options)
             over = {t.traj for t in some if t.done}
             assert some == [t for t in whole if t.traj in over] and len(over) < len(GAMES)

@@ -54,7 +54,7 @@ def train(config: Config | None = None, *, lm: ActorCritic | None = None,
         train(learner=Learner(lm, settings(lm=lm, ...)))             a learner has its own settings
 
     make_sampler(lm, config, temperature) -> a rollout.SamplerProtocol, in place of our Sampler;
-    log(metrics, iteration) is called on rank 0 with what metrics.jsonl gets.
+    log(metrics, iteration) is called on rank 0 with what metrics.jsonl gets, before a checkpoint.
     ValueError: what is given does not fit together. KeyboardInterrupt: SIGTERM or Ctrl-C came.
     GameError: an environment failed. The last finished iteration is saved before the latter two."""
     # loads, resumes, evaluates before and after
@@ -113,14 +113,16 @@ class Learner:
         self.reference = None  # a copy of the model that training starts from; none if beta is 0
         if config.beta:  # (only its log-probs are used, so it needs no value rows of its own)
             self.reference = lm.copy()
-        self.optimizer = checked(self.make_optimizer(lm.parameters(), config.lr))
+        groups = lm.parameters()
+        self.optimizer = checked(self.make_optimizer(groups, config.lr), groups)
         self.optimizer_steps = 0  # those tried, skipped ones included
 
     def make_optimizer(self, groups: list[list], lr: float) -> torch.optim.Optimizer:
         """The optimizer of groups of parameters: those of the model, and w+ and w-. A subclass can
-        make any other of torch.optim's kind, whose param_groups may be others. It is for float32
-        parameters, and every rank updates all of them. `set_lr` multiplies its learning rates, and
-        checkpoints have its state_dict(), of tensors and plain Python types."""
+        return any other of torch.optim.Optimizer of all these parameters, grouped as it likes,
+        whose step() needs no closure. They must then be float32, and every rank updates all of
+        them. `set_lr` multiplies its learning rates, and checkpoints have its state_dict(), of
+        tensors and plain Python types."""
         return AdamW([{"params": params} for params in groups], lr,
                      state_dtype=getattr(torch, self.config.optim_state_dtype))
 

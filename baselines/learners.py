@@ -165,7 +165,8 @@ class PPOTurns(PolicyLearner):
         super().__init__(lm, config)
         self.critic = Critic(lm)
         self.critic_groups = [[*self.critic.trained().values()]]
-        self.critic_optimizer = checked(self.make_optimizer(self.critic_groups, config.critic_lr))
+        optimizer = self.make_optimizer(self.critic_groups, config.critic_lr)
+        self.critic_optimizer = checked(optimizer, self.critic_groups)
 
     def critic_values(self, micro) -> torch.Tensor:
         return self.critic.of_turns(micro.batch)

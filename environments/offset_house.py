@@ -1,10 +1,10 @@
 """House in which tasks differ in what they return, whatever is done: what a baseline is for.
-Winning is worth 5, and when an episode ends, however, 5 is added or subtracted by the kind of task.
-So the mean of a batch is a bad baseline, the mean of a group of rollouts of one task is a good one,
-and V, which has one rollout of each task, must become one.
+Winning is worth 5, and however an episode ends, 5 is added or subtracted, by the kind of task. So
+the mean of a batch is a bad baseline, the mean of a group of rollouts of one task is a good one,
+and V must learn to be one from one rollout of each task.
 
     Offset    only the kind of task, which the first words of a prompt state, tells the offset
-    Told      the prompt's last words tell it, where V is read
+    Told      the prompt's last words tell it, where V is read (in --context window)
     Graded    the same, with six offsets from -5 to 5
 
     python tools/imitate.py --env environments.offset_house:Told --steps 1200 --out runs/told

@@ -20,9 +20,10 @@ class Prompts(envs.PromptBuilder):
 
 
 class TextArena(envs.Env):
-    """A game whose whole reward, from 0 to 1, comes with its end: 1 if it is won, or else how much
-    of it was done. A task is a seed. Sokoban tries some seeds from there on, hence the gap between
-    the splits."""
+    """A game that cannot be asynchronous, because it exchanges the state of this process's random
+    generators during a step. Its whole reward, from 0 to 1, comes with its end: 1 if it is won,
+    or else how much of it was done. A task is a seed. Sokoban tries some seeds from there on,
+    hence the gap between the splits."""
 
     game_id = None
     role = "You play a game, one move at a time."

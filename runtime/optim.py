@@ -134,9 +134,13 @@ class AdamW(torch.optim.Optimizer):
 
 # ------------------------------------------------------------------- ours, and any other optimizer
 
-def checked(optimizer):
-    """The optimizer, as it is. ValueError: it is not ours, and has 16-bit parameters: it would
-    round every update away."""
+def checked(optimizer, groups: list[list]):
+    """The optimizer of these groups of parameters, as it is. ValueError: it has others; or it is
+    not ours, and has 16-bit parameters: it would round every update away."""
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if theirs != {id(p) for group in groups for p in group}:
+        raise ValueError("make_optimizer must return an optimizer of all parameters that it gets; "
+                         "those that are not to learn can have a learning rate of 0")
     narrow = {p.dtype for group in optimizer.param_groups for p in group["params"]} - {
         torch.float32}
     if narrow and not isinstance(optimizer, AdamW):

@@ -14,9 +14,11 @@ import envs
 import train
 from environments.house import House
 from envs import Pool, default_workers, make_env, tasks
+from rollout import Sampler, rollout
 from runtime.answers import as_command
 from runtime.distributed import stop
-from runtime.testing import GAMES, HERE, MY_ENV, a_pool, on_the_cpu, run_main
+from runtime.testing import (GAMES, HERE, MY_ENV, a_pool, on_the_cpu, random_model,
+                             run_main)
 
 
 def side_by_side(pool, ids, disturb=lambda turn: None):
@@ -412,6 +414,15 @@ def test_asynchronous_games_answer_as_others_do_whatever_happens_to_workers(slow
         pool.start(task, task)
         pool.drop(task)
     assert play_lakes(pool, LAKES) == expected
+
+
+def test_rollout_is_interrupted_while_it_waits_for_a_slow_game(own):
+    name = own(("self.turn += 1", "import time; time.sleep(600)"))
+    told = iter([False] * 4)
+    with contextlib.closing(Pool(name, workers=1)) as pool:
+        sampler = Sampler(random_model("qwen2", 1), max_new_tokens=2)
+        assert rollout(sampler, [5, 10], pool, interrupted=lambda: next(told, True)) == []
+        assert not pool.games
 
 
 def test_no_asynchronous_game_waits_for_a_slow_one(slow):

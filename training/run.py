@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import gc
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
         if shared := {*task_ids} & {*held_out}:
             raise ValueError(f"--env {pool.name}: {len(shared)} tasks, such as "
                              f"{min(shared, key=str)}, are both trained on and held out")
-        pool.remedy = ". --leave_out {}" + " --resume" * bool(folder) + " goes on without it"
+        again = f" --resume --out {shlex.quote(str(config.out))}" if folder else ""
+        again = again.replace("{", "{{").replace("}", "}}")  # the game is filled in
+        pool.remedy = ". --leave_out {}" + again + " goes on without it"
         checkpoint = folder and folder.newest_checkpoint()
         if checkpoint:
             check_length(config, folder.settings(), iterations_of(checkpoint))
@@ -394,7 +397,7 @@ class Run:
             if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
                 self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
         for log in self.logs:
-            log(metrics, iteration)
+            log({**metrics}, iteration)  # a copy, which it may change
 
     def write_page(self, iteration: int, episode: list) -> None:
         """Writes an episode of this iteration as a page."""

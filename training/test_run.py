@@ -601,7 +601,7 @@ def test_game_that_always_fails_is_named_and_can_be_left_out(monkeypatch, broken
     open(str(game), "w").close()
     with pytest.raises(SystemExit, match=says.format(game)) as stop:
         run_main(train, monkeypatch, *flags)
-    assert f". --leave_out {game} --resume goes on without it" in str(stop.value)
+    assert f". --leave_out {game} --resume --out {run.name} goes on without it" in str(stop.value)
     assert [*checkpoints(run)] == [2] == [len(read_lines(run / "metrics.jsonl"))]
     kept = (run / "metrics.jsonl").read_text()
     run_main(train, monkeypatch, "--leave_out", game, "--resume", "--out", run)
@@ -615,9 +615,9 @@ def test_games_left_out_are_those_of_the_run_and_of_its_evaluations(monkeypatch,
         run_main(train, monkeypatch, *flags, "--leave_out", game, "x")
     open(str(game), "w").close()
     open(str(held_out), "w").close()
-    with pytest.raises(SystemExit, match=f". --leave_out {held_out} --resume goes on"):
+    with pytest.raises(SystemExit, match=f". --leave_out {held_out} --resume --out {run.name} goes on"):
         run_main(train, monkeypatch, *flags)
-    with pytest.raises(SystemExit, match=f". --leave_out {game} --resume goes on"):
+    with pytest.raises(SystemExit, match=f". --leave_out {game} --resume --out {run.name} goes on"):
         run_main(train, monkeypatch, *flags, "--leave_out", held_out, "--resume")
     for _ in range(2):  # a job can always pass it
         run_main(train, monkeypatch, "--leave_out", game, "--resume", "--out", run)

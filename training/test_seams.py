@@ -222,6 +222,17 @@ def test_optimizer_of_a_user_needs_float32(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------------------- logger
 
+def test_optimizer_that_leaves_parameters_out_is_refused():
+    lm = load("tiny")
+
+    class OnlyTheModel(train.Learner):
+        def make_optimizer(self, groups, lr):
+            return torch.optim.SGD(groups[0], lr)
+
+    with pytest.raises(ValueError, match="an optimizer of all parameters that it gets"):
+        OnlyTheModel(lm, train.settings(lm=lm))
+
+
 def test_logger_gets_what_the_metrics_file_gets(tmp_path):
     lines = []
     given = {"batch_size": 2, "horizon": 2, "eval_games": 0, "out": str(tmp_path / "run")}
