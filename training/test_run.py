@@ -615,9 +615,9 @@ def test_games_left_out_are_those_of_the_run_and_of_its_evaluations(monkeypatch,
         run_main(train, monkeypatch, *flags, "--leave_out", game, "x")
     open(str(game), "w").close()
     open(str(held_out), "w").close()
-    with pytest.raises(SystemExit, match=f". --leave_out {held_out} --resume --out {run.name} goes on"):
+    with pytest.raises(SystemExit, match=f". --leave_out {held_out} --resume --out {run.name} "):
         run_main(train, monkeypatch, *flags)
-    with pytest.raises(SystemExit, match=f". --leave_out {game} --resume --out {run.name} goes on"):
+    with pytest.raises(SystemExit, match=f". --leave_out {game} --resume --out {run.name} "):
         run_main(train, monkeypatch, *flags, "--leave_out", held_out, "--resume")
     for _ in range(2):  # a job can always pass it
         run_main(train, monkeypatch, "--leave_out", game, "--resume", "--out", run)
