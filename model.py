@@ -32,7 +32,7 @@ from hf.attention import causal_inputs
 from hf.chat import Chat
 from hf.loading import local_folder  # noqa: F401 (eval.py takes it from here)
 from hf.loading import (check_tokenizer, find_stop_ids, prepare_model, read_model, read_sapo_json,
-                        read_weights, reserve_value_ids, resolve_model, write_model)
+                        reserve_value_ids, resolve_model, write_model)
 
 # ------------------------------------------------------------------ readouts (copy these alone)
 
@@ -286,12 +286,6 @@ class ActorCritic:
         adapters together."""
         return replace(self, model=lora.merged_copy(self.model, dtype), compile=False,
                        value_rows=copy.deepcopy(self.value_rows).to("cpu"))
-
-    @torch.no_grad()
-    def load_weights(self, folder) -> None:
-        """Copies the weights that `save` wrote into this model, in place, but not the rows of w+
-        and w-. ValueError, OSError: they cannot be read, or are those of another model."""
-        read_weights(self.model, folder)
 
 
 # ---------------------------------------------------------------------------------------- loading

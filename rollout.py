@@ -34,6 +34,7 @@ from hf.attention import (causal_inputs, check_attention, keys_and_values, piece
 from hf.verify import choose_decoding
 from model import (ActorCritic, float32_logits, load, make_batch, micro_batches,
                    restricted_log_softmax, rows_of)
+from runtime.answers import as_number
 from runtime.cli import progress
 from runtime.distributed import world_size
 
@@ -763,6 +764,37 @@ class Turn:
     @property
     def context_overflow(self) -> bool:
         return self.end is End.CONTEXT_OVERFLOW
+
+
+def make_sequences(turns: list[Turn], context: str) -> list[list[Turn]]:
+    """Turns, in order -> the turns of each training sequence: one in `window`, those of a
+    trajectory in `full`. ValueError: a turn was changed, or in `full` one is missing."""
+    for turn in turns:
+        as_number(turn.reward, f"the reward of turn {turn.turn} of trajectory {turn.traj}")
+        if len(turn.logp) != len(turn.action_ids):
+            raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
+                             f"{len(turn.action_ids)} response tokens and {len(turn.logp)} "
+                             "log-probs")
+    if context == "window":
+        return [[turn] for turn in turns]
+    sequences = []
+    for turn in turns:
+        if not sequences or turn.traj != sequences[-1][0].traj:
+            sequences.append([])
+        if turn.turn != len(sequences[-1]):
+            raise ValueError(f"turn {len(sequences[-1])} of trajectory {turn.traj} is missing, or "
+                             "the turns are not in order; context full needs all of them")
+        sequences[-1].append(turn)
+    return sequences
+
+
+def ids_and_spans(sequence: list[Turn]) -> tuple[list, list]:
+    """A training sequence's token ids, and the span (start, end) of each of its responses."""
+    ids, spans = [], []
+    for turn in sequence:
+        ids += turn.prompt_ids + turn.action_ids
+        spans.append((len(ids) - len(turn.action_ids), len(ids)))
+    return ids, spans
 
 
 def uniform_numbers(seed: tuple, traj: int, turn: int, n: int) -> np.ndarray:

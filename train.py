@@ -17,7 +17,6 @@ The method is the loop and `Learner`; below them are the gradient step and mini-
 surrounds them is in training/: settings, and the life of a run.
 In shapes, N turns and M response tokens are those of this rank; sums and means are over all ranks.
 """
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +26,10 @@ import numpy as np
 import torch
 
 from eval import sampler_for
-from hf.loading import refuse_adapters
+from hf.loading import read_weights, refuse_adapters
 from model import ActorCritic, Batch, Scores, make_batch, micro_batches
-from rollout import ROLLOUT, SHUFFLE, Turn, rollout
-from runtime.answers import as_number
-from runtime.checkpoint import Clock, read_json, read_tensors
+from rollout import ROLLOUT, SHUFFLE, Turn, ids_and_spans, make_sequences, rollout
+from runtime.checkpoint import Clock, fingerprint, read_json, read_tensors
 from runtime.cli import one_line_errors, progress
 from runtime.distributed import (all_gather_list, all_reduce_sum, init_distributed, mean_or_zero,
                                  print0, process_group, rank)
@@ -113,8 +111,8 @@ class Learner:
         self.reference = None  # a copy of the model that training starts from; none if beta is 0
         if config.beta:  # (only its log-probs are used, so it needs no value rows of its own)
             self.reference = lm.copy()
-        groups = lm.parameters()
-        self.optimizer = checked(self.make_optimizer(groups, config.lr), groups)
+        self.groups = lm.parameters()
+        self.optimizer = checked(self.make_optimizer(self.groups, config.lr), self.groups)
         self.optimizer_steps = 0  # those tried, skipped ones included
 
     def make_optimizer(self, groups: list[list], lr: float) -> torch.optim.Optimizer:
@@ -198,7 +196,7 @@ class Learner:
             self.lm.model, self.optimizer, minibatch, self.config.gradient_checkpointing,
             lambda micro: self.loss(micro, old, ref, targets, n_tokens, n_turns))
         set_lr(self.optimizer, self.lr_factor(iteration))
-        metrics = optimizer_step(self.optimizer, self.lm.parameters(), infos)
+        metrics = optimizer_step(self.optimizer, self.groups, infos)
         self.optimizer_steps += 1
         self.clock.record("update")
         return {"lr": self.optimizer.param_groups[0]["lr"]} | metrics
@@ -235,7 +233,7 @@ class Learner:
         state = {"format": CHECKPOINT_FORMAT, "optimizer_steps": self.optimizer_steps,
                  "value_rows": self.lm.value_rows.state_dict(),
                  "optimizer": saved_state(self.optimizer),
-                 "reference": self.reference and fingerprint(self.reference.model)}
+                 "reference": self.reference and fingerprint(self.reference.model.parameters())}
         torch.save(state, f"{folder}/learner-{rank()}.pt")
         if rank() == 0:
             self.lm.save(folder)
@@ -263,10 +261,10 @@ class Learner:
         if self.reference and not began_with:
             raise ValueError(f"the run of {folder} has beta = 0, so it kept no reference for a KL "
                              "term")
-        if self.reference and began_with != fingerprint(self.reference.model):
+        if self.reference and began_with != fingerprint(self.reference.model.parameters()):
             raise ValueError(f"the run of {folder} began with other weights than these, and its KL "
                              "term needs them as reference: give the model that it began with")
-        self.lm.load_weights(folder)
+        read_weights(self.lm.model, folder)
         self.optimizer_steps = shards[0]["optimizer_steps"]
         self.lm.value_rows.load_state_dict(shards[0]["value_rows"])
 
@@ -283,12 +281,6 @@ class Targets(NamedTuple):
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
     returns: torch.Tensor  # (N,) the discounted return from each turn on
-
-
-def fingerprint(model) -> str:
-    """A short text to recognize weights by: a hash of the first 64 numbers of each parameter."""
-    first = torch.cat([p.detach().flatten()[:64].float() for p in model.parameters()])
-    return hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------ the gradient step
@@ -434,37 +426,6 @@ class MicroBatch(NamedTuple):
 
 
 MiniBatch = list[MicroBatch]  # what one optimizer step learns from
-
-
-def make_sequences(turns: list[Turn], context: str) -> list[list[Turn]]:
-    """Turns, in order -> the turns of each training sequence: one in `window`, those of a
-    trajectory in `full`. ValueError: a turn was changed, or in `full` one is missing."""
-    for turn in turns:
-        as_number(turn.reward, f"the reward of turn {turn.turn} of trajectory {turn.traj}")
-        if len(turn.logp) != len(turn.action_ids):
-            raise ValueError(f"turn {turn.turn} of trajectory {turn.traj} has "
-                             f"{len(turn.action_ids)} response tokens and {len(turn.logp)} "
-                             "log-probs")
-    if context == "window":
-        return [[turn] for turn in turns]
-    sequences = []
-    for turn in turns:
-        if not sequences or turn.traj != sequences[-1][0].traj:
-            sequences.append([])
-        if turn.turn != len(sequences[-1]):
-            raise ValueError(f"turn {len(sequences[-1])} of trajectory {turn.traj} is missing, or "
-                             "the turns are not in order; context full needs all of them")
-        sequences[-1].append(turn)
-    return sequences
-
-
-def ids_and_spans(sequence: list[Turn]) -> tuple[list, list]:
-    """A training sequence's token ids, and the span (start, end) of each of its responses."""
-    ids, spans = [], []
-    for turn in sequence:
-        ids += turn.prompt_ids + turn.action_ids
-        spans.append((len(ids) - len(turn.action_ids), len(ids)))
-    return ids, spans
 
 
 def shared_order(own_lengths: list, config, iteration) -> tuple[list, np.ndarray]:

@@ -117,7 +117,8 @@ def test_environments_are_played_by_hand_and_import_no_torch():
 
 @pytest.mark.parametrize("kind", ["Offset", "Told", "Graded"])
 def test_offset_house_pays_by_the_kind_of_task_whatever_is_done(kind):
-    """Won or not, and also if the horizon cuts it off; what the prompt says is one to one."""
+    """The offset is paid once, when an episode ends, whether it is won or cut off; where prompts
+    tell it, each text stands for one offset."""
     env, told = make_env(f"environments.offset_house:{kind}", horizon=12), {}
     for task in tasks("house", "train")[:60]:
         obs, info = env.reset(task)

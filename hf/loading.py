@@ -70,14 +70,13 @@ def edit_json(path) -> Iterator[dict]:
 
 
 def read_sapo_json(where) -> dict:
-    """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; if that is an
-    adapter without one, as peft writes it, that of the model that it is for; {} if there is
-    none."""
-    if path := find_file(where, "sapo.json"):
-        return read_json(path)
-    if adapter := find_file(where, "adapter_config.json"):
-        return read_sapo_json(base_of(read_json(adapter)))
-    return {}
+    """What ActorCritic.save wrote into the sapo.json of a folder or hub repository; {} if there is
+    none. An adapter's has "lora_rank", too; if it has no sapo.json, because peft wrote it, the rest
+    is that of the model that it is for."""
+    own, adapter = read_json(where, "sapo.json"), read_json(where, "adapter_config.json")
+    if not adapter:
+        return own
+    return (own or read_sapo_json(base_of(adapter))) | {"lora_rank": adapter.get("r", 0)}
 
 
 def sapo_json_of(name: str, tiny: str = "tiny-house") -> dict:
@@ -86,17 +85,15 @@ def sapo_json_of(name: str, tiny: str = "tiny-house") -> dict:
     where = resolve_model(name, tiny)
     if not Path(where).is_dir() and "/" not in where:  # it is no OWNER/NAME of the hub
         return {}
-    return read_sapo_json(where) | lora_rank_of(where)
+    return read_sapo_json(where)
 
 
-def lora_rank_of(where) -> dict:
-    """{"lora_rank": the rank of an adapter's folder}; {} if it is a whole model's."""
-    path = find_file(where, "adapter_config.json")
-    return {"lora_rank": read_json(path).get("r", 0)} if path else {}
-
-
-def read_json(path) -> dict:
-    """The JSON object in a file. ValueError: it cannot be read."""
+def read_json(where, name: str) -> dict:
+    """The JSON object in a file of a folder or hub repository; {} if it has no such file.
+    ValueError: it cannot be read."""
+    path = find_file(where, name)
+    if not path:
+        return {}
     try:
         return dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -110,8 +107,7 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
     max_new_tokens, which is found out before the weights are read."""
     adapter = {}
     try:
-        if path := find_file(where, "adapter_config.json"):
-            adapter = read_json(path)
+        adapter = read_json(where, "adapter_config.json")
         base = base_of(adapter) if adapter else where
         # an adapter's folder may have no tokenizer
         words = where if find_file(where, "tokenizer_config.json") else base
@@ -181,7 +177,7 @@ def write_model(model, tokenizer, folder, sapo_json: dict, value_rows: dict) -> 
     is a file of it."""
     tokenizer.save_pretrained(folder)
     if lora.rank_of(model):
-        sapo_json = sapo_json | {"base_fingerprint": lora.fingerprint(model)}
+        sapo_json = sapo_json | {"base_fingerprint": lora.base_fingerprint(model)}
     text = json.dumps(sapo_json, indent=2) + "\n"
     Path(folder, "sapo.json").write_text(text, encoding="utf-8")
     with edit_json(f"{folder}/tokenizer_config.json") as config:

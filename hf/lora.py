@@ -15,7 +15,6 @@ peft's either A and B are float32, and x is converted to float32 in each of them
 model's 16 bits, in which small steps are lost.
 """
 import copy
-import hashlib
 import json
 import math
 import os
@@ -25,6 +24,8 @@ from typing import NamedTuple
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+
+from runtime.checkpoint import fingerprint
 
 
 class Lora(NamedTuple):
@@ -56,9 +57,15 @@ def rank_of(model) -> int:
     return model.lora.rank if getattr(model, "lora", None) else 0
 
 
+def named_adapters(model) -> dict:
+    """A and B of every layer, by their names in a folder of peft."""
+    return {f"{PREFIX}{name}.{x}.weight": getattr(layer, x)
+            for name, layer in adapted_layers(model).items() for x in ("lora_A", "lora_B")}
+
+
 def adapter_tensors(model) -> list:
-    """A and B of every layer."""
-    return [p for layer in adapted_layers(model).values() for p in (layer.lora_A, layer.lora_B)]
+    """A and B of every layer that has them: A, then B."""
+    return [*named_adapters(model).values()]
 
 
 def check_trained(model, trained: list) -> None:
@@ -180,19 +187,17 @@ PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, 
                           "monteclora_config"), (None, False, {}, [], ()))}
 
 
-def fingerprint(model) -> str:
-    """A short text to recognize the frozen weights by: a hash of the first 64 numbers of each, as
-    they are in bfloat16, in which the model may be loaded or not."""
+def base_fingerprint(model) -> str:
+    """The fingerprint of the weights without adapters, as they are in bfloat16, in which the model
+    may be loaded or not."""
     adapters = {id(p) for p in adapter_tensors(model)}
-    first = [p.detach().flatten()[:64].bfloat16() for p in model.parameters()
-             if id(p) not in adapters]
-    return hashlib.sha256(torch.cat(first).float().cpu().numpy().tobytes()).hexdigest()[:16]
+    return fingerprint(p.flatten()[:64].bfloat16() for p in model.parameters()
+                       if id(p) not in adapters)
 
 
 def check_base(model, sapo_json: dict) -> None:
     """ValueError: the model's frozen weights are not those with which the adapters were saved."""
-    saved = sapo_json.get("base_fingerprint", fingerprint(model))
-    if saved != fingerprint(model):
+    if sapo_json.get("base_fingerprint") not in (None, base_fingerprint(model)):
         raise ValueError(f"the adapters were trained with other weights than those that are now in "
                          f"{model.lora.base}: put these back")
 
@@ -202,8 +207,8 @@ def write_adapter(model, folder) -> None:
     if os.path.abspath(folder) == model.lora.base:
         raise ValueError(f"{folder} is the model that the adapters are for: save them elsewhere")
     layers = adapted_layers(model)
-    tensors = {f"{PREFIX}{name}.{x}.weight": getattr(layer, x).detach().float().cpu().contiguous()
-               for name, layer in layers.items() for x in ("lora_A", "lora_B")}
+    tensors = {key: p.detach().float().cpu().contiguous()
+               for key, p in named_adapters(model).items()}
     safetensors.torch.save_file(tensors, f"{folder}/adapter_model.safetensors", {"format": "pt"})
     # the ends of names, such as q_proj, as other programs expect them; whole names where a layer
     # without adapters has such an end, too
@@ -246,8 +251,7 @@ MERGE = ("which is not supported: merge the adapter into its model first (peft: 
 def load_adapter(model, tensors: dict) -> None:
     """Copies what write_adapter wrote into A and B, in place. ValueError: it is for other layers,
     or has numbers that are not finite."""
-    expected = {f"{PREFIX}{name}.{x}.weight": getattr(layer, x)
-                for name, layer in adapted_layers(model).items() for x in ("lora_A", "lora_B")}
+    expected = named_adapters(model)
     for key in {*expected} ^ {*tensors}:
         raise ValueError(f"the adapter and the model do not fit: {key} is in one of them only")
     for key, p in expected.items():

@@ -71,17 +71,20 @@ def random_model(name, dtype, seed=0, lora_rank=0):
     They cannot be loaded again, because the random model is in no folder."""
     if name == "tiny":
         lm = random_tiny(seed, dtype)
-        if lora_rank:
-            add_adapters(lm.model, lora_rank, base="none")
-        return dataclasses.replace(lm)
+    else:
+        lm = actor_critic(random_weights(name, dtype, seed).eval(), tiny_tokenizer())
+    if lora_rank:
+        add_adapters(lm.model, lora_rank, base="none")
+    return lm
+
+
+def random_weights(name, dtype, seed):
+    """A model of the named architecture in transformers, on a GPU if there is one."""
     config, device = architecture(name), "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(
+        return transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa")
-    if lora_rank:
-        add_adapters(model, lora_rank, base="none")
-    return actor_critic(model.eval(), tiny_tokenizer())
 
 
 # Qwen2.5's chat template, without its part for tools

@@ -21,7 +21,7 @@ import envs
 import eval as evaluation
 from hf.verify import check_initial_readout, compiled_scoring, difference_of_merging
 from model import ActorCritic, load, make_batch, micro_batches
-from rollout import EVALUATION, TASKS, SamplerProtocol, rollout
+from rollout import EVALUATION, TASKS, SamplerProtocol, ids_and_spans, make_sequences, rollout
 from runtime import report
 from runtime.answers import obs_text
 from runtime.checkpoint import (RunDir, init_wandb, iterations_of, read_json, write_file,
@@ -186,14 +186,8 @@ def merged_within_rounding(lm: ActorCritic, pool, config: Config, make_sampler) 
                      **pool.options)
     ids = evaluation.without(evaluation.evenly_spaced(ids, GAMES_TO_COMPARE), config.leave_out)
     sampler = make_sampler(lm, config, pool.env.eval_temperatures[0])
-    sequences = []  # (ids, spans): a turn each or, in `full`, a trajectory
-    for turn in rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION),
-                        history=config.history):
-        if config.context == "window" or turn.turn == 0:
-            sequences.append(([], []))
-        tokens, spans = sequences[-1]
-        tokens += turn.prompt_ids + turn.action_ids
-        spans.append((len(tokens) - len(turn.action_ids), len(tokens)))
+    turns = rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION), history=config.history)
+    sequences = [ids_and_spans(sequence) for sequence in make_sequences(turns, config.context)]
     batches = [make_batch(group).to(lm.device)
                for group in micro_batches(sequences, config.tokens_per_micro_batch)]
     merged = lm.merged(lm.model.dtype)
