@@ -62,7 +62,8 @@ class Env:
     You must write three methods. The base class leaves them undefined, so that they can come from a
     mixin, also from one that is named behind it: class Mine(envs.Env, Game).
 
-        tasks(split)    -> task ids, str or int, of the split "train" and of the split held_out[0].
+        tasks(split)    -> task ids, str or int, of the split "train", of the split held_out[0], and
+                        of the split validation[0], if there is one. They must share no task.
                         The two share none. They are always the same
         reset(task)     -> (obs, info). It must reset everything: an object plays many games
         step(action)    -> (obs, reward, terminated, truncated, info), as in Gymnasium. Nonsense
@@ -153,7 +154,8 @@ class Env:
     max_observation = None  # maximum characters of a message; a longer one is cut, and says so
     fallback = 30  # characters used as the action if a response has no tags
     # evaluations
-    held_out = ("test", 100)  # (the split that they play, the number of its games that a run plays)
+    held_out = ("test", 100)  # (the split that is reported, the number of its games that a run plays)
+    validation = None  # the same of the split by which a run chooses RUN/best, with --eval_every
     eval_temperatures = (0.4,)  # at which a run plays them before and after training
     categories = {}  # {info["category"]: its column in tables}
     graded = False  # whether a score can be between 0 and 1

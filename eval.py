@@ -20,12 +20,12 @@ Who calls whom:
             play
     training/run.py
         evaluate_config         before and after training, at each temperature
-            play_held_out
+            play_split
         success_of              what a run prints of the records that evaluate_config returns
         write_reports           what it writes of them
-        held_out_success        while training, with --eval_every
-            play_held_out
-    play_held_out               the --eval_games of a run, at one temperature
+        success_while_training  with --eval_every
+            play_split
+    play_split                  games of a split as a run plays them, at one temperature
         play
     play                        a list of games, split over the ranks
         run_episodes            the games of one rank; tools/prompted.py has a function in its place
@@ -170,14 +170,14 @@ def play(sampler, ids, pool, settings, episodes=run_episodes, path=os.devnull) -
 
 # ------------------------------------------------------------- the evaluations of a training run
 
-def held_out_games(pool, config) -> list:
-    """The ids of the --eval_games of a run."""
-    ids = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
-    return without(evenly_spaced(ids, config.eval_games), config.leave_out)
+def games_of(pool, config, split, number) -> list:
+    """The ids of the games of a split, `number` of them (0: all), that a run plays."""
+    ids = envs.tasks(pool.env, split, **pool.options)
+    return without(evenly_spaced(ids, number), config.leave_out)
 
 
-def play_held_out(lm, pool, config, make_sampler, ids, temperature) -> list:
-    """Plays held-out games of a run -> records. make_sampler: that of train.train."""
+def play_split(lm, pool, config, make_sampler, ids, temperature) -> list:
+    """Plays games as a run does -> records. make_sampler: that of train.train."""
     records = play(make_sampler(lm, config, temperature), ids, pool, config)
     # A Sampler refers to itself: its decode_step is a bound method of it, or has one
     # (hf/compile.py). So only the collector frees its KV cache, and the next sampler would be made
@@ -186,11 +186,16 @@ def play_held_out(lm, pool, config, make_sampler, ids, temperature) -> list:
     return records
 
 
-def held_out_success(lm, pool, config, make_sampler=sampler_for) -> float:
-    """Success in the --eval_games of a run at the environment's usual temperature. make_sampler:
-    that of train.train."""
-    ids, usual = held_out_games(pool, config), pool.env.eval_temperatures[0]
-    return report(play_held_out(lm, pool, config, make_sampler, ids, usual))["success"]
+def success_while_training(lm, pool, config, make_sampler=sampler_for) -> tuple[str, float]:
+    """("validation", success) at the environment's usual temperature. Where there are no games for
+    validation: ("held_out", that in the --eval_games of a run). make_sampler: that of
+    train.train."""
+    env = pool.env
+    name = "validation" if env.validation else "held_out"
+    split, number = env.validation or (env.held_out[0], config.eval_games)
+    ids = games_of(pool, config, split, number)
+    played = play_split(lm, pool, config, make_sampler, ids, env.eval_temperatures[0])
+    return name, report(played)["success"]
 
 
 def evaluate_config(lm, pool, config, make_sampler=sampler_for) -> dict:
@@ -199,8 +204,8 @@ def evaluate_config(lm, pool, config, make_sampler=sampler_for) -> dict:
     --eval_games. make_sampler: that of train.train."""
     if not config.eval_games:
         return {}
-    ids = held_out_games(pool, config)
-    return {f"{temperature:g}": play_held_out(lm, pool, config, make_sampler, ids, temperature)
+    ids = games_of(pool, config, pool.env.held_out[0], config.eval_games)
+    return {f"{temperature:g}": play_split(lm, pool, config, make_sampler, ids, temperature)
             for temperature in pool.env.eval_temperatures}
 
 
@@ -256,7 +261,7 @@ def make_parser(description):
     add = parser.add_argument
     add("--model", default="tiny", type=file_path,
         help="a run, RUN/best, a model's folder, hub id or bare name")
-    add("--split", help="default: test (house, webshop), valid_seen (alfworld)")
+    add("--split", help="default: that of reports; test (house, webshop), valid_unseen (alfworld)")
     add("--limit", type=int, default=0, help="number of games, evenly spaced (0: all)")
     add("--temperature", type=float, help="0: greedy; default: the environment's first one, which "
         f"is {envs.Env.eval_temperatures[0]} unless it has another")

@@ -67,7 +67,7 @@ def train(config: Config | None = None, *, lm: ActorCritic | None = None,
                 break
             run.pool.load(run.tasks(iteration + 1))  # workers load the next games meanwhile
             metrics = run.learner.learn(turns, iteration)  # lines 3 to 7
-            metrics |= run.evaluate(iteration)  # with --eval_every, on held-out games
+            metrics |= run.evaluate(iteration)  # with --eval_every
             run.log(iteration, turns, metrics)  # prints a line, appends to metrics.jsonl
             run.save(iteration)  # where a checkpoint is due, or a rank was told to stop
             if run.stopped:

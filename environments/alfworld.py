@@ -189,7 +189,7 @@ class AlfWorld(Env):
     those of the engine."""
 
     flags = ("data",)
-    held_out = ("valid_seen", 140)
+    held_out, validation = ("valid_unseen", 134), ("valid_seen", 140)
     categories = CATEGORIES
     role = HOUSEHOLD
     prompt_builder_class = HouseholdPrompts

@@ -19,10 +19,11 @@ def neighbours(square):
 
 class FrozenLake(envs.Env):
     role = "You stand on a frozen lake. Name the way to go."
-    horizon, held_out = 20, ("test", 200)
+    horizon, held_out, validation = 20, ("test", 200), ("validation", 100)
 
     def tasks(self, split):
-        return [n for n in range(5000) if (n % 5 == 0) == (split == "test")]
+        return {"train": [n for n in range(5000) if n % 5], "test": range(0, 5000, 5),
+                "validation": range(5000, 6000, 5)}[split]
 
     def reset(self, task):
         rng = random.Random(task)  # the task's number determines its lake

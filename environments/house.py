@@ -46,7 +46,7 @@ PLACES = """countertop cabinet shelf drawer desk dresser sidetable garbagecan co
 diningtable stoveburner armchair bed safe cart ottoman toilet coffeemachine toaster""".split()
 OPENABLE = {"fridge", "microwave", "cabinet", "drawer", "safe"}
 STATES = {"clean": "clean", "heat": "hot", "cool": "cool"}  # the state after each verb
-SIZES = {"train": 4000, "test": 1000}  # number of tasks per split
+SIZES = {"train": 4000, "test": 1000, "validation": 1000}  # number of tasks per split
 
 
 def numbered(types):  # ["mug", "pen", "mug"] -> ["mug 1", "pen 1", "mug 2"]
@@ -59,13 +59,14 @@ def listing(names):  # ["mug 1", "pen 1"] -> "a mug 1, and a pen 1"
 
 
 def task_ids(split):
-    """The task ids of a split: the hash of a task's number decides it, whatever the size of the
-    house."""
+    """The task ids of a split, whatever the size of the house. The hash of a task's number decides
+    whether it is trained on; of the others, those of validation follow those of the test."""
     if split not in SIZES:
         raise ValueError(f"house has no split {split!r}; known: {', '.join(SIZES)}")
     hashes = ((n, hashlib.sha256(str(n).encode()).digest()) for n in itertools.count())
-    ids = (f"{n:05d}" for n, digest in hashes if (digest[0] % 5 == 0) == (split == "test"))
-    return list(itertools.islice(ids, SIZES[split]))
+    ids = (f"{n:05d}" for n, digest in hashes if (digest[0] % 5 == 0) == (split != "train"))
+    first = SIZES["test"] if split == "validation" else 0
+    return list(itertools.islice(ids, first, first + SIZES[split]))
 
 
 class Room(HouseholdExpert):
@@ -279,7 +280,7 @@ class House(Env):
 
     flags = ("places", "objects")
     horizon = 20
-    held_out = ("test", 192)
+    held_out, validation = ("test", 192), ("validation", 96)
     categories = CATEGORIES
     role = HOUSEHOLD
     prompt_builder_class = HouseholdPrompts

@@ -50,11 +50,12 @@ def read_only(action, what, name, *_):
 class SQLAgent(envs.ToolEnv):
     system = "You answer questions about a database. First look into it, then answer."
     tools = "query", "answer"
-    horizon, held_out = 4, ("test", 200)
+    horizon, held_out, validation = 4, ("test", 200), ("validation", 100)
     recommended = {"max_new_tokens": 128, "mini_batch": 64}  # episodes have two turns or a few more
 
     def tasks(self, split):
-        return [n for n in range(5000) if (n % 5 == 0) == (split == "test")]
+        return {"train": [n for n in range(5000) if n % 5], "test": range(0, 5000, 5),
+                "validation": range(5000, 6000, 5)}[split]
 
     def reset(self, task):
         rng = random.Random(task)  # the task's number determines database and question

@@ -73,8 +73,9 @@ def test_splits_share_no_seed_and_games_can_be_played_by_a_model():
     lm = random_model("qwen2", 1)
     for name in MOVES:
         env = envs.env_class(f"environments.textarena:{name}")
-        train, test = tasks(env, "train"), tasks(env, "test")
-        assert not {*train} & {*test} and len(test) >= env.held_out[1]
+        train, test, validation = (tasks(env, s) for s in ("train", "test", "validation"))
+        assert len({*train, *test, *validation}) == len(train) + len(test) + len(validation)
+        assert len(test) >= env.held_out[1] and len(validation) >= env.validation[1]
         sampler = Sampler(lm, context=env.context, max_new_tokens=9, max_prompt=env.max_prompt)
         turns = rollout(sampler, train[:2], Pool(env, {"horizon": 3}))
         assert {turn.traj for turn in turns} == {0, 1}

@@ -30,6 +30,7 @@ class TextArena(envs.Env):
     prompt_builder_class = Prompts
     recommended = {"r_max": 1.0}
     graded = True
+    validation = ("validation", 100)
     # Below, `horizon` cuts off no game: it is above twice the game's own limit of turns, for which
     # a mistake does not count, unless two come in a row, which end the game
 
@@ -42,7 +43,8 @@ class TextArena(envs.Env):
         self.textarena = textarena
 
     def tasks(self, split):
-        return range(100_000, 101_000) if split == "test" else range(10_000)
+        first = {"train": 0, "test": 100_000, "validation": 200_000}[split]
+        return range(first, first + (10_000 if split == "train" else 1000))
 
     def reset(self, task):
         # without what shows the past: our prompts do

@@ -38,7 +38,7 @@ class WebShop(Env):
 
     flags = ("data",)
     horizon = 15
-    held_out = ("test", 500)
+    held_out, validation = ("test", 500), ("valid", 200)
     categories = SHELVES
     role = ("You shop in an online store by typing commands: search[words of your own] looks "
             "through its catalogue, click[...] follows a link or a button or chooses an option. "

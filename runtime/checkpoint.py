@@ -4,7 +4,7 @@
     RUN/metrics.jsonl     one line per iteration
     RUN/transcripts       an episode of every tenth iteration as a page (report.episode_page)
     RUN/checkpoint-N      everything needed to go on after N iterations; older ones are deleted
-    RUN/best              the weights with the best held-out success so far (--eval_every)
+    RUN/best              the weights with the best success in validation so far (--eval_every)
     RUN/final             the weights at the end, a Hugging Face folder
     RUN/adapter           with --lora_rank, the adapters alone, a folder as those of peft. So are
                           RUN/best and the checkpoint; in RUN/final they are merged

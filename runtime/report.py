@@ -254,6 +254,7 @@ PANELS = {"success": "success (lines: rollouts at T = 1)",
           "q_explained_variance": "explained variance of Q",
           "kl": "KL to the initial model (nats per token)"}
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #888888".split()  # Okabe and Ito
+EVALUATIONS = (("held_out", "held-out games", "D"), ("validation", "validation", "o"))
 DASHES, MARKERS = ("-", "--", "-.", ":"), " s^Dv*PX"  # for pictures printed in grey
 
 
@@ -264,11 +265,13 @@ def over_iterations(run, key):
     return [(n + 1, average(values[max(0, n - 2):n + 3])) for n in range(len(values))]
 
 
-def held_out(run):
-    """Success on held-out games before training and after each iteration, NaN where unknown."""
-    before = run.result.get("success_before", np.nan)
-    success = [before, *(line.get("held_out", np.nan) for line in run.lines)]
-    success[-1] = run.result.get("success", success[-1])
+def evaluations(run, name):
+    """Success before training and after each iteration, NaN where unknown: on "held_out" games, or
+    in "validation"."""
+    success = [np.nan, *(line.get(name, np.nan) for line in run.lines)]
+    if name == "held_out":
+        success[0] = run.result.get("success_before", np.nan)
+        success[-1] = run.result.get("success", success[-1])
     return success
 
 
@@ -313,9 +316,12 @@ def draw(groups, path, reach=None) -> None:
                         label=f"{plain(label)}, n = {len(runs)}")
                 ax.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, lw=0)
             if key == "success" and reach is None:
-                success = [np.mean(values) for values in zip(*map(held_out, runs))]
-                ax.scatter(range(len(success)), success, color=color, edgecolor="black", marker="D",
-                           label=None if place else f"held-out games, T = {temperature:g}")
+                for name, words, marker in EVALUATIONS:
+                    success = np.mean([*zip(*(evaluations(run, name) for run in runs))], axis=1)
+                    known = np.flatnonzero(~np.isnan(success))
+                    label = f"{words}, T = {temperature:g}" if len(known) and not place else None
+                    ax.scatter(known, success[known], color=color, edgecolor="black",
+                               marker=marker, label=label)
     axes[0].set_ylim(0, None)
     if reach is not None:
         axes[0].axhline(reach, color="black", lw=0.8, ls=":", label=f"{reach:.0%}")

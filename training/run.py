@@ -8,6 +8,7 @@
 import contextlib
 import datetime
 import gc
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -52,11 +53,13 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         task_ids = envs.tasks(pool.env, "train", **pool.options)
         held_out = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
-        evaluation.check_left_out(config.leave_out, [*task_ids, *held_out])
+        validation = []
+        if config.eval_every and pool.env.validation:
+            validation = envs.tasks(pool.env, pool.env.validation[0], **pool.options)
+        evaluation.check_left_out(config.leave_out, [*task_ids, *held_out, *validation])
         first_task, *_ = evaluation.without(task_ids, config.leave_out)
-        if shared := {*task_ids} & {*held_out}:
-            raise ValueError(f"--env {pool.name}: {len(shared)} tasks, such as "
-                             f"{min(shared, key=str)}, are both trained on and held out")
+        check_disjoint(pool.name, {"trained on": task_ids, "held out": held_out,
+                                   "for validation": validation})
         again = f" --resume --out {shlex.quote(str(config.out))}" if folder else ""
         again = again.replace("{", "{{").replace("}", "}}")  # the game is filled in
         pool.remedy = ". --leave_out {}" + again + " goes on without it"
@@ -163,6 +166,14 @@ def draw_tasks(task_ids: list, c: Config, iteration: int) -> list:
             orders[epoch] = evaluation.without([task_ids[j] for j in drawn], c.leave_out)
         ids += [orders[epoch][i % n]] * c.group_size
     return ids[rank()::world_size()]
+
+
+def check_disjoint(env: str, splits: dict[str, Sequence]) -> None:
+    """ValueError: two of the splits, {what they are used for: task ids}, share tasks."""
+    for (use, ids), (other_use, others) in itertools.combinations(splits.items(), 2):
+        if shared := {*ids} & {*others}:
+            raise ValueError(f"--env {env}: {len(shared)} tasks, such as {min(shared, key=str)}, "
+                             f"are both {use} and {other_use}")
 
 
 def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir, make_sampler) -> None:
@@ -316,25 +327,32 @@ class Run:
         return any(told or text for told, text in self.reports)
 
     def evaluate(self, iteration: int) -> dict:
-        """With --eval_every, plays held-out games after every so many iterations -> {"held_out":
-        success}. The weights are kept as RUN/best if that is the best so far. An environment's
-        error is raised only when the iteration is saved."""
+        """With --eval_every, plays games after every so many iterations. Where the environment has
+        games for validation, these -> {"validation": success}, and the weights are kept as RUN/best
+        if that is the best so far. Otherwise held-out games, which no model may be chosen by ->
+        {"held_out": success}. An environment's error is raised only when the iteration is
+        saved."""
         c, lm = self.config, self.learner.lm
         if not c.eval_every or (iteration + 1) % c.eval_every:
             return {}
         waited = self.pool.seconds
         try:
-            success = evaluation.held_out_success(lm, self.pool, c, self.make_sampler)
+            name, success = evaluation.success_while_training(lm, self.pool, c, self.make_sampler)
         except GameError as error:  # of any rank, raised on all of them
             self.evaluation_error = error
             return {}
         self.pool.seconds = waited  # of the rollout alone
-        best = max([line.get("held_out", -1) for line in self.lines], default=-1)
-        if self.folder and success > broadcast_object(best):
-            write_folder(self.folder / "best", lambda path: lm.save(path) if rank() == 0 else None)
-            print0(f"success {success:.1%} on held-out games, the best so far")
-        self.learner.clock.record("held_out")
-        return {"held_out": success}
+        text = f"success {success:.1%} on held-out games"
+        if name == "validation":
+            text = f"success {success:.1%} on games for validation"
+            best = max([line.get(name, -1) for line in self.lines], default=-1)
+            if self.folder and success > broadcast_object(best):
+                write_folder(self.folder / "best",
+                             lambda path: lm.save(path) if rank() == 0 else None)
+                text += ", the best so far"
+        print0(text)
+        self.learner.clock.record("evaluation")
+        return {name: success}
 
     def log(self, iteration: int, turns: list, metrics: dict) -> None:
         """Adds metrics of the rollout to those of the update, over all ranks, prints a line,
@@ -367,10 +385,12 @@ class Run:
                                            w-, which are a parameter of their own
         skipped_steps                      steps that were not finite
         sampler_logprob_diff               mean |log-prob of the sampler - of the scoring pass|
-        held_out                           with --eval_every: success on held-out games, T = 0.4
+        validation                         with --eval_every: success on games for validation at the
+                                           environment's first temperature
+        held_out                           the same on held-out games, where there are no others
         time_*                             seconds on rank 0: rollout (of which env: waiting for
-                                           games), old_logprobs, ref, update, held_out; save, of the
-                                           iteration before; total, the sum of these without env
+                                           games), old_logprobs, ref, update, evaluation; save, of
+                                           the iteration before; total, their sum without env
         """
         config = self.config
         metrics |= {"iteration": iteration, "time_env": self.pool.seconds}

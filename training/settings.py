@@ -98,8 +98,8 @@ class Config:
     leave_out: list = None  # ids of tasks that are not played, because their games fail; they are
         # added to those that a resumed run has left out. Without ids: none is left out any more
     eval_games: int = None  # number of held-out games; default the environment's
-    eval_every: int = 0  # iterations between evaluations while training (0: none); the model with
-        # the best one is kept as RUN/best
+    eval_every: int = 0  # iterations between evaluations while training (0: none), on games for
+        # validation, if the environment has some: the best model is then kept as RUN/best
     save_every: int = 5  # iterations between checkpoints
     resume: bool = False  # continue the run in --out, with its settings
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
@@ -315,8 +315,9 @@ def check_fit(config: Config) -> None:
     for name in OPTIONS:
         if name not in env.flags and getattr(config, name) not in (None, getattr(Config, name)):
             raise ValueError(f"--{name} has no effect with --env {config.env}")
-    if config.eval_every and not config.eval_games:
-        raise ValueError("--eval_every needs --eval_games")
+    if config.eval_every and not config.eval_games and not env.validation:
+        raise ValueError(f"--eval_every needs --eval_games with --env {config.env}, which has no "
+                         "games for validation")
     if config.wandb and not config.out:
         raise ValueError("--wandb needs --out, the folder of the run")
 

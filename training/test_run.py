@@ -453,7 +453,7 @@ def test_run_warns_once_of_what_keeps_it_from_learning(tmp_path, monkeypatch, ca
         assert len(found) == len(says) and all(part in line for part, line in zip(says, found))
 
 
-def test_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
+def test_best_weights_in_validation_are_kept(tmp_path, monkeypatch, capsys):
     """--eval_every writes an entry into metrics.jsonl, and best/ holds the first of the best: here
     those after iteration 2."""
     success, run = [0.25, 0.5, 0.5, 0.25], tmp_path / "run"
@@ -467,7 +467,7 @@ def test_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(Run, "evaluate", evaluate_with_these_results)
         run_main(train, monkeypatch, *SMALL, "--eval_every", 1, "--out", run)
-    assert [line["held_out"] for line in read_lines(run / "metrics.jsonl")] == success
+    assert [line["validation"] for line in read_lines(run / "metrics.jsonl")] == success
     assert capsys.readouterr().out.count("the best so far") == 2
     best, final = (run / part / "model.safetensors" for part in ("best", "final"))
     assert best.read_bytes() != final.read_bytes()
@@ -488,18 +488,53 @@ def test_best_weights_on_held_out_games_are_kept(tmp_path, monkeypatch, capsys):
 def test_best_of_a_resumed_run_is_that_of_all_its_iterations(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(Run, "evaluate",
-                        lambda run, iteration: seen.append(len(run.lines)) or {"held_out": 0.5})
+                        lambda run, iteration: seen.append(len(run.lines)) or {"validation": 0.5})
     for more in (["--iterations", 1], ["--iterations", 2, "--resume"]):
         run_main(train, monkeypatch, *SMALL, "--eval_every", 1, *more, "--out", tmp_path / "run")
     assert seen == [0, 1]  # lines of metrics.jsonl that the best is compared with
 
 
-def test_tasks_that_are_trained_on_and_held_out_are_refused():
-    class Mine(House):
-        held_out = "train", 4
+@pytest.mark.parametrize("name", ["house", "alfworld", "webshop", "webshop-human"])
+def test_what_a_model_is_chosen_by_is_not_reported(name):
+    env = envs.env_class(name)
+    assert env.validation[0] not in ("train", env.held_out[0]) and env.validation[1] > 0
 
-    with pytest.raises(ValueError, match="4000 tasks, such as 00001, are both trained on and held"):
-        train.train(train.settings(env=Mine))
+
+@pytest.mark.parametrize("validation", [("validation", 5), None])
+def test_games_that_are_played_while_training(tmp_path, monkeypatch, validation):
+    """Those of validation, whose best model is kept. An environment without them has a curve of
+    held-out games, and no RUN/best, because held-out games are for reports alone."""
+    played = []
+
+    def play(sampler, ids, pool, *args, **kwargs):
+        played.append(ids)
+        return real_play(sampler, ids, pool, *args, **kwargs)
+
+    real_play = evaluation.play
+    monkeypatch.setattr(evaluation, "play", play)
+    monkeypatch.setattr(House, "validation", validation)
+    run = tmp_path / "run"
+    config = train.settings(env="house", model="tiny", iterations=2, batch_size=2, horizon=3,
+                            eval_games=4, eval_every=2, mini_batch=2, out=str(run))
+    train.train(config)
+    split, number = validation or ("test", 4)
+    expected = evaluation.evenly_spaced(envs.tasks("house", split), number)
+    held_out = evaluation.evenly_spaced(envs.tasks("house", "test"), 4)
+    assert played == [held_out] * 2 + [expected] + [held_out] * 2  # two temperatures
+    first, second = read_lines(run / "metrics.jsonl")
+    name = "validation" if validation else "held_out"
+    assert name in second and not {"validation", "held_out"} & {*first} and second[name] >= 0
+    assert (run / "best").exists() == bool(validation)
+    report.draw(report.group_runs([str(run)]), tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize("own, says", [
+    ({"held_out": ("train", 4)}, "4000 tasks, such as 00001, are both trained on and held out"),
+    ({"validation": ("train", 4)}, "4000 tasks, .*, are both trained on and for validation"),
+    ({"validation": ("test", 4)}, "1000 tasks, .*, are both held out and for validation")])
+def test_tasks_that_are_used_twice_are_refused(own, says):
+    with pytest.raises(ValueError, match=says):
+        train.train(train.settings(env=type("Mine", (House,), own), eval_every=1))
 
 
 @pytest.mark.parametrize("where", ["rollout", "evaluation"])

@@ -52,7 +52,7 @@ def test_remedies_for_out_of_memory_are_allowed_with_resume():
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--eval_every 1 --eval_games 0", "--eval_every needs --eval_games"),
+    ("--eval_every 1 --eval_games 0 --env envs:Env", "--eval_every needs --eval_games"),
     ("--batch_size 6 --group_size 4", "--group_size 4 does not divide --batch_size 6"),
     ("--algo empg --old_logprobs rollout", "--algo empg needs entropies"),
     ("--algo grpo --group_size 1", "--group_size must be above 1")])
