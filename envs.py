@@ -154,7 +154,7 @@ class Env:
     max_observation = None  # maximum characters of a message; a longer one is cut, and says so
     fallback = 30  # characters used as the action if a response has no tags
     # evaluations
-    held_out = ("test", 100)  # (the split that is reported, the number of its games that a run plays)
+    held_out = ("test", 100)  # (the split that is reported, number of its games that a run plays)
     validation = None  # the same of the split by which a run chooses RUN/best, with --eval_every
     eval_temperatures = (0.4,)  # at which a run plays them before and after training
     categories = {}  # {info["category"]: its column in tables}
