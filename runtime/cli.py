@@ -84,13 +84,13 @@ SECONDS_PER_LINE = 60.0
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int | None = None, unit: str | None = None):
-    """A tqdm bar on rank 0; without a unit, it only shows the time. If stderr is not a terminal, a
-    line is printed every minute instead."""
+def progress(label: str, total: int | None = None, unit: str | None = None, initial: int = 0):
+    """A tqdm bar on rank 0; without a unit, it only shows the time. `initial` units were done
+    before. If stderr is not a terminal, a line is printed every minute instead."""
     terminal, over = sys.stderr.isatty(), threading.Event()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        bar = tqdm(desc=label, total=total, unit=f" {unit}", unit_scale=unit == "tokens",
-                   leave=False, bar_format=None if unit else "{desc} [{elapsed}]",
+        bar = tqdm(desc=label, total=total, initial=initial, unit=f" {unit}",
+                   unit_scale=unit == "tokens", leave=False, bar_format=None if unit else "{desc} [{elapsed}]",
                    file=sys.stderr if terminal and rank() == 0 else nowhere)
 
         def tell():  # even while nothing is counted

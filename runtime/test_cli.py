@@ -23,8 +23,9 @@ def test_terminal_that_lacks_a_character_ends_no_run(monkeypatch):
 def test_progress_prints_lines_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(cli, "SECONDS_PER_LINE", 0.01)
     printed = ""
-    with cli.progress("rollout", 10, "turns") as bar:
-        bar.update(3)
+    with cli.progress("rollout", 10, "turns", initial=1) as bar:
+        bar.update(2)
+        assert bar.initial == 1  # the speed is that of what was done since
         while "3/10" not in printed:
             printed += capsys.readouterr().err
     assert all(line.startswith("rollout: ") for line in printed.splitlines())

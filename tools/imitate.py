@@ -547,8 +547,7 @@ def imitate(lm, pool, config, flags, mapper=map):
         optimizer.load_shard(state["states"])
         schedule.load_state_dict(state["schedule"])
         optimizer.param_groups[0]["lr"] = schedule.get_last_lr()[0]
-    with progress("imitation", flags.steps, "steps") as bar:
-        bar.update(first)
+    with progress("imitation", flags.steps, "steps", first) as bar:
         samples = batches(lm, practice, contexts, config, flags, mapper, first)
         for step, batch in enumerate(samples, first):
             micros = [make_batch(group).to(lm.device)
