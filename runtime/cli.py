@@ -90,7 +90,8 @@ def progress(label: str, total: int | None = None, unit: str | None = None, init
     terminal, over = sys.stderr.isatty(), threading.Event()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         bar = tqdm(desc=label, total=total, initial=initial, unit=f" {unit}",
-                   unit_scale=unit == "tokens", leave=False, bar_format=None if unit else "{desc} [{elapsed}]",
+                   unit_scale=unit == "tokens", leave=False,
+                   bar_format=None if unit else "{desc} [{elapsed}]",
                    file=sys.stderr if terminal and rank() == 0 else nowhere)
 
         def tell():  # even while nothing is counted
