@@ -402,16 +402,21 @@ class Run:
                f"{metrics['success']:.0%}, admissible actions {metrics['admissible_actions']:.0%}, "
                f"explained variance of V {metrics['v_explained_variance']:.0%}, "
                f"{metrics['time_total']:.1f} s")
-        if rank() > 0:
-            return
+        if rank() == 0:
+            self.write_metrics(iteration, turns, metrics)
+        self.iterations_done = iteration + 1  # it can be saved, also if a user's `log` fails
+        self.steps_done = self.learner.optimizer_steps
+        for log in self.logs if rank() == 0 else ():
+            log({**metrics}, iteration)  # a copy, which it may change
+
+    def write_metrics(self, iteration: int, turns: list, metrics: dict) -> None:
+        """Appends to metrics.jsonl, and every ten iterations writes an episode as a page."""
         self.lines.append(metrics)
         if self.folder:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
-            if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
+            if turns and (iteration % 10 == 0 or iteration == self.config.iterations - 1):
                 self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
-        for log in self.logs:
-            log({**metrics}, iteration)  # a copy, which it may change
 
     def write_page(self, iteration: int, episode: list) -> None:
         """Writes an episode of this iteration as a page."""
@@ -424,8 +429,6 @@ class Run:
     def save(self, iteration: int) -> None:
         """The exchange among the ranks at the end of an iteration. Writes a checkpoint if there is
         a reason to stop, and every --save_every iterations."""
-        self.iterations_done = iteration + 1
-        self.steps_done = self.learner.optimizer_steps
         self.exchange(self.evaluation_error)
         last = self.iterations_done == self.config.iterations
         if self.stopped or last or self.iterations_done % self.config.save_every == 0:

@@ -241,3 +241,19 @@ def test_logger_gets_what_the_metrics_file_gets(tmp_path):
                     log=lambda metrics, iteration: lines.append((iteration, metrics)))
     written = read_lines(tmp_path / "run/metrics.jsonl")
     assert [(n, json.loads(json.dumps(line))) for n, line in lines] == [*enumerate(written)]
+
+
+def test_logger_that_fails_costs_no_iteration(tmp_path):
+    def log(metrics, iteration):
+        if iteration == 1:
+            raise OSError("the tracker is full")
+
+    given = {"batch_size": 2, "horizon": 2, "eval_games": 0, "iterations": 3, "save_every": 9}
+    train.train(train.settings(**given, out=str(tmp_path / "whole")))
+    with pytest.raises(OSError, match="the tracker is full"):
+        train.train(train.settings(**given, out=str(tmp_path / "run")), log=log)
+    assert (tmp_path / "run/checkpoint-2").exists()
+    train.train(train.settings(**given, out=str(tmp_path / "run"), resume=True))
+    weights = [tmp_path / run / "final/model.safetensors" for run in ("whole", "run")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [line["iteration"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [0, 1, 2]
