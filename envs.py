@@ -63,8 +63,8 @@ class Env:
     mixin, also from one that is named behind it: class Mine(envs.Env, Game).
 
         tasks(split)    -> task ids, str or int, of the split "train", of the split held_out[0], and
-                        of the split validation[0], if there is one. They must share no task.
-                        The two share none. They are always the same
+                        of the split validation[0], if there is one. They share no task, and
+                        are always the same
         reset(task)     -> (obs, info). It must reset everything: an object plays many games
         step(action)    -> (obs, reward, terminated, truncated, info), as in Gymnasium. Nonsense
                         must not be an exception: step also gets the action of a response that is
@@ -155,7 +155,7 @@ class Env:
     fallback = 30  # characters used as the action if a response has no tags
     # evaluations
     held_out = ("test", 100)  # (the split that is reported, number of its games that a run plays)
-    validation = None  # the same of the split by which a run chooses RUN/best, with --eval_every
+    validation = None  # (split, number of games; 0: all) by which --eval_every chooses RUN/best
     eval_temperatures = (0.4,)  # at which a run plays them before and after training
     categories = {}  # {info["category"]: its column in tables}
     graded = False  # whether a score can be between 0 and 1

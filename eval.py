@@ -23,7 +23,8 @@ Who calls whom:
             play_split
         success_of              what a run prints of the records that evaluate_config returns
         write_reports           what it writes of them
-        success_while_training  with --eval_every
+        games_while_training    with --eval_every
+        success_while_training
             play_split
     play_split                  games of a split as a run plays them, at one temperature
         play
@@ -138,7 +139,8 @@ def without(ids, leave_out) -> list:
 def check_left_out(leave_out, ids) -> None:
     """ValueError: one that is left out is not among the ids."""
     if unknown := {*map(str, leave_out or ())} - {*map(str, ids)}:
-        raise ValueError(f"--leave_out {min(unknown)}: there is no such task")
+        raise ValueError(f"--leave_out {min(unknown)}: there is no such task among those that are "
+                         "played")
 
 
 def share_of_this_rank(ids) -> dict:
@@ -186,15 +188,19 @@ def play_split(lm, pool, config, make_sampler, ids, temperature) -> list:
     return records
 
 
+def games_while_training(pool, config) -> tuple[str, list]:
+    """("validation", ids of the games for validation), or ("held_out", the --eval_games of a run)
+    where there are none. ValueError: --leave_out leaves none of them."""
+    if pool.env.validation:
+        return "validation", games_of(pool, config, *pool.env.validation)
+    return "held_out", games_of(pool, config, pool.env.held_out[0], config.eval_games)
+
+
 def success_while_training(lm, pool, config, make_sampler=sampler_for) -> tuple[str, float]:
-    """("validation", success) at the environment's usual temperature. Where there are no games for
-    validation: ("held_out", that in the --eval_games of a run). make_sampler: that of
-    train.train."""
-    env = pool.env
-    name = "validation" if env.validation else "held_out"
-    split, number = env.validation or (env.held_out[0], config.eval_games)
-    ids = games_of(pool, config, split, number)
-    played = play_split(lm, pool, config, make_sampler, ids, env.eval_temperatures[0])
+    """("validation" or "held_out", success at the environment's usual temperature).
+    make_sampler: that of train.train."""
+    name, ids = games_while_training(pool, config)
+    played = play_split(lm, pool, config, make_sampler, ids, pool.env.eval_temperatures[0])
     return name, report(played)["success"]
 
 
@@ -220,8 +226,9 @@ def write_reports(before, after, config) -> str:
     """Writes eval.json, the report of a run before and after training, and eval.jsonl, every
     episode. before, after: as evaluate_config returns them. Returns the paper's table of this
     run."""
-    usual = envs.env_class(config.env).eval_temperatures[0]
-    out = {"env": envs.name_of(config.env), "temperature": usual}
+    env = envs.env_class(config.env)
+    usual = env.eval_temperatures[0]
+    out = {"env": envs.name_of(env), "split": env.held_out[0], "temperature": usual}
     lines = []
     for when, played in (("before", before), ("after", after)):
         for text, records in played.items():

@@ -9,7 +9,8 @@ mostly forgets the WHERE. The second one teaches it what a WHERE is good for.
 
 Every task has a database of its own, two tables with random rows. The split "test" holds out pairs
 of tables, which no training database has together, and questions: what is computed, of which
-columns of which table. Every word by itself occurs in training, too.
+columns of which table. Every word by itself occurs in training, too. The split "validation" holds
+out the same pairs and questions, with other rows.
 """
 import contextlib
 import random
@@ -55,7 +56,7 @@ class SQLAgent(envs.ToolEnv):
 
     def tasks(self, split):
         return {"train": [n for n in range(5000) if n % 5], "test": range(0, 5000, 5),
-                "validation": range(5000, 6000, 5)}[split]
+                "validation": range(5000, 6000, 5)}.get(split, ())
 
     def reset(self, task):
         rng = random.Random(task)  # the task's number determines database and question

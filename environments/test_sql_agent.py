@@ -25,7 +25,7 @@ def test_demonstrator_wins_held_out_games_and_the_forgetful_one_does_not():
     assert 0 < forgetful < 0.3 * 150
 
 
-def test_splits_share_no_database_and_no_question():
+def test_train_and_test_share_no_database_and_no_question():
     env, seen = SQLAgent(), {}
     for split, tasks in (("train", env.tasks("train")[:1500]), ("test", env.tasks("test"))):
         databases, pairs, asked, questions = seen[split] = [set() for _ in range(4)]

@@ -282,8 +282,8 @@ def plain(text) -> str:
 
 def draw(groups, path, reach=None) -> None:
     """Draws {label: runs}, one panel per metric: lines are means over seeds with a band of one
-    standard error, diamonds are success on held-out games. With `reach`, a success rate, it shows
-    what `comparison` measures, over episodes."""
+    standard error, diamonds are success on held-out games, circles in validation. With `reach`, a
+    success rate, it shows what `comparison` measures, over episodes."""
     from matplotlib.figure import Figure  # here, because it takes a while to load
     from matplotlib.ticker import PercentFormatter
     if len(groups) > len(COLORS):
@@ -296,7 +296,7 @@ def draw(groups, path, reach=None) -> None:
     temperature = next(iter(groups.values()))[0].result.get("temperature", 0.4)
     gammas = [config.get("gamma") for config in configs]  # of the returns that V and Q explain
     fig = Figure((4.2 * len(panels), 4.2), layout="constrained")
-    axes = fig.subplots(1, len(panels))
+    axes, named = fig.subplots(1, len(panels)), set()
     for ax, key in zip(axes, panels):
         ax.set(title=PANELS[key], xlabel=xlabel)
         ax.grid(True, alpha=0.3)
@@ -319,9 +319,11 @@ def draw(groups, path, reach=None) -> None:
                 for name, words, marker in EVALUATIONS:
                     success = np.mean([*zip(*(evaluations(run, name) for run in runs))], axis=1)
                     known = np.flatnonzero(~np.isnan(success))
-                    label = f"{words}, T = {temperature:g}" if len(known) and not place else None
-                    ax.scatter(known, success[known], color=color, edgecolor="black",
-                               marker=marker, label=label)
+                    if len(known):
+                        label = f"{words}, T = {temperature:g}"
+                        ax.scatter(known, success[known], color=color, edgecolor="black",
+                                   marker=marker, label=None if label in named else label)
+                        named.add(label)
     axes[0].set_ylim(0, None)
     if reach is not None:
         axes[0].axhline(reach, color="black", lw=0.8, ls=":", label=f"{reach:.0%}")

@@ -56,6 +56,7 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
         validation = []
         if config.eval_every and pool.env.validation:
             validation = envs.tasks(pool.env, pool.env.validation[0], **pool.options)
+            evaluation.games_while_training(pool, config)  # --leave_out leaves some to play
         evaluation.check_left_out(config.leave_out, [*task_ids, *held_out, *validation])
         first_task, *_ = evaluation.without(task_ids, config.leave_out)
         check_disjoint(pool.name, {"trained on": task_ids, "held out": held_out,
@@ -173,7 +174,8 @@ def check_disjoint(env: str, splits: dict[str, Sequence]) -> None:
     for (use, ids), (other_use, others) in itertools.combinations(splits.items(), 2):
         if shared := {*ids} & {*others}:
             raise ValueError(f"--env {env}: {len(shared)} tasks, such as {min(shared, key=str)}, "
-                             f"are both {use} and {other_use}")
+                             f"are both {use} and {other_use}; an environment without games for "
+                             "validation says validation = None")
 
 
 def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir, make_sampler) -> None:
@@ -290,7 +292,7 @@ class Run:
         self.steps_done = self.learner.optimizer_steps  # optimizer steps of all finished iterations
         self.in_rollout = False  # whether the other ranks expect `any_rank_stops` of this one next
         self.reports = []  # of all ranks, in the last exchange
-        self.evaluation_error = None
+        self.error = None  # of an evaluation, or of a logger; raised when the iteration is saved
         self.iterations_without_success = 0
         self.warned = set()
         self.learner.clock.take()
@@ -339,7 +341,7 @@ class Run:
         try:
             name, success = evaluation.success_while_training(lm, self.pool, c, self.make_sampler)
         except GameError as error:  # of any rank, raised on all of them
-            self.evaluation_error = error
+            self.error = error
             return {}
         self.pool.seconds = waited  # of the rollout alone
         text = f"success {success:.1%} on held-out games"
@@ -404,10 +406,11 @@ class Run:
                f"{metrics['time_total']:.1f} s")
         if rank() == 0:
             self.write_metrics(iteration, turns, metrics)
-        self.iterations_done = iteration + 1  # it can be saved, also if a user's `log` fails
-        self.steps_done = self.learner.optimizer_steps
-        for log in self.logs if rank() == 0 else ():
-            log({**metrics}, iteration)  # a copy, which it may change
+            for log in self.logs:
+                try:
+                    log({**metrics}, iteration)  # a copy, which it may change
+                except Exception as error:  # all ranks learn of it when the iteration is saved
+                    self.error = self.error or error
 
     def write_metrics(self, iteration: int, turns: list, metrics: dict) -> None:
         """Appends to metrics.jsonl, and every ten iterations writes an episode as a page."""
@@ -429,7 +432,9 @@ class Run:
     def save(self, iteration: int) -> None:
         """The exchange among the ranks at the end of an iteration. Writes a checkpoint if there is
         a reason to stop, and every --save_every iterations."""
-        self.exchange(self.evaluation_error)
+        self.iterations_done = iteration + 1
+        self.steps_done = self.learner.optimizer_steps
+        self.exchange(self.error)
         last = self.iterations_done == self.config.iterations
         if self.stopped or last or self.iterations_done % self.config.save_every == 0:
             self.write_checkpoint()
@@ -459,7 +464,7 @@ class Run:
             return
         self.write_checkpoint()
         if texts := [text for _, text in self.reports if text]:
-            raise self.evaluation_error or GameError(texts[0])
+            raise self.error or GameError(texts[0])
         print0("nothing is saved, because config.out is None" if not self.folder else
                f"saved {self.iterations_done} iterations; continue with --resume --out "
                f"{self.config.out}" if self.iterations_done else

@@ -316,8 +316,8 @@ def check_fit(config: Config) -> None:
         if name not in env.flags and getattr(config, name) not in (None, getattr(Config, name)):
             raise ValueError(f"--{name} has no effect with --env {config.env}")
     if config.eval_every and not config.eval_games and not env.validation:
-        raise ValueError(f"--eval_every needs --eval_games with --env {config.env}, which has no "
-                         "games for validation")
+        raise ValueError(f"--eval_every needs --eval_games, because {envs.name_of(config.env)} "
+                         "has no games for validation")
     if config.wandb and not config.out:
         raise ValueError("--wandb needs --out, the folder of the run")
 
