@@ -832,6 +832,9 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
         u = uniform_numbers(seed, traj, len(turns), sampler.max_new_tokens)
         sampler.add(traj, conversation + ids, u)
         response = yield MODEL
+        if not len(response.ids):
+            raise ValueError(f"{type(sampler).__name__} returned an empty response; it has the stop "
+                             "token at least")
         text = lm.text(response.ids)
         action, valid = pool.parse_action(lm.chat.response_prefix + text)
         pool.step(traj, action)
@@ -846,7 +849,7 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
             action=action, obs=builder.obs, metrics=info.get("metrics", {})))
         builder.record(action, obs, info)
         if sampler.context == "full":
-            conversation = conversation + ids + response.ids
+            conversation = [*conversation, *ids, *response.ids]
     sampler.drop(traj)
     return turns, builder
 
@@ -953,14 +956,33 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
 def rollout(sampler: SamplerProtocol, tasks: list, pool, **options) -> list[Turn]:
     """Plays every task, with the options of `trajectories` -> all turns of the episodes that are
     over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
-    ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so)."""
+    ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so), or a
+    response is none of the policy's."""
     episodes = [*trajectories(sampler, tasks, pool, **options)]
-    turns = [turn for _, played, _ in episodes for turn in played]
+    turns = [checked(sampler, turn) for _, played, _ in episodes for turn in played]
     all_over = len(episodes) == len(tasks) > 0
     if all_over and not turns and world_size() == 1:  # other ranks may have turns
         _, _, builder = episodes[-1]
         raise no_prompt_fits(sampler, builder.info["task"])
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
+
+
+def checked(sampler, turn: Turn) -> Turn:
+    """A turn with plain numbers, whatever its sampler returned. ValueError: its response is none of
+    the policy's, as SamplerProtocol describes them."""
+    ids, logp = [*map(int, turn.action_ids)], [*map(float, turn.logp)]
+    what = f"{type(sampler).__name__} returned a response"
+    if len(ids) > sampler.max_new_tokens:
+        raise ValueError(f"{what} of {len(ids)} tokens; {sampler.max_new_tokens} are allowed, with "
+                         "the stop token")
+    if len(ids) != len(logp) or not np.isfinite(logp).all():
+        raise ValueError(f"{what} of {len(ids)} tokens with the log-probs {logp}; a number for "
+                         "each token is expected")
+    if {*ids} & {*sampler.lm.value_ids}:
+        raise ValueError(f"{what} with w+ or w-, {sampler.lm.value_ids}, which the policy never "
+                         "uses (Eq. 3)")
+    turn.action_ids, turn.logp, turn.v, turn.q = ids, logp, float(turn.v), float(turn.q)
+    return turn
 
 
 def no_prompt_fits(sampler, task: str) -> ValueError:

@@ -3,6 +3,7 @@ a logger. Each is written here as a user would write it, with public names only.
 import json
 import re
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import train
 from envs import GameError, Pool, tasks
 from model import load
 from rollout import Response, Sampler, rollout
-from runtime.testing import (CONTEXTS, OneRank, TINY_HOUSE, TwoRanks, on_ranks, on_the_cpu,
+from runtime.testing import (CONTEXTS, NAN, OneRank, TINY_HOUSE, TwoRanks, on_ranks, on_the_cpu,
                              read_lines, run_main, strong)
 
 # -------------------------------------------------------------------------------------- estimator
@@ -132,7 +133,7 @@ def test_sampler_of_a_user_trains_and_evaluates(tmp_path, monkeypatch, capsys, c
     assert "the sampler's log-probs differ" not in capsys.readouterr().out
     line, = read_lines(out / "metrics.jsonl")
     assert line["sampler_logprob_diff"] < 1e-4 and line["tokens_sampled"] > line["turns"] > 0
-    assert line["tokens_encoded"] > line["tokens_sampled"] and line["held_out"] >= 0
+    assert line["tokens_encoded"] > line["tokens_sampled"] and line["validation"] >= 0
     for file in ("metrics.jsonl", "eval.json", "eval.jsonl", "transcripts/0001.html"):
         assert not re.search(r"\bnan\b", (out / file).read_text(), re.IGNORECASE)
     config = train.settings(iterations=1, old_logprobs="rollout", **given)
@@ -141,6 +142,27 @@ def test_sampler_of_a_user_trains_and_evaluates(tmp_path, monkeypatch, capsys, c
     config = train.settings(iterations=1, algo="grpo", group_size=2, old_logprobs="rollout",
                             **given)
     train.train(config, make_sampler=make_sampler)  # it needs neither
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda ids, logp: ([], []), "an empty response; it has the stop token"),
+    (lambda ids, logp: (ids * 9, logp * 9), "tokens; 8 are allowed, with the stop token"),
+    (lambda ids, logp: (ids, logp[1:]), "a number for each token is expected"),
+    (lambda ids, logp: (ids, [NAN, *logp[1:]]), "a number for each token is expected"),
+    (lambda ids, logp: ([load(TINY_HOUSE).value_ids[0], *ids[1:]], logp), "which the policy never"),
+    (lambda ids, logp: (torch.tensor(ids), torch.tensor(logp)), None)])  # plain numbers in the end
+def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says):
+    class Changed(Generate):
+        def run(self, steps=None):
+            return [(key, Response(*change(*response[:2]))) for key, response in super().run(steps)]
+
+    lm, pool = load(TINY_HOUSE), Pool("house", {"horizon": 2})
+    sampler = Changed(lm, train.settings(lm, pool, max_new_tokens=8), 1.0)
+    given = sampler, tasks("house", "train")[:2], pool
+    with pytest.raises(ValueError, match=f"Changed returned .*{says}") if says else nullcontext():
+        turns = rollout(*given)
+        assert all(type(n) is int for turn in turns for n in turn.action_ids)
+        assert all(type(x) is float for turn in turns for x in turn.logp)
 
 
 # -------------------------------------------------------------------------------------- optimizer
