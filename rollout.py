@@ -833,8 +833,8 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
         sampler.add(traj, conversation + ids, u)
         response = yield MODEL
         if not len(response.ids):
-            raise ValueError(f"{type(sampler).__name__} returned an empty response; it has the stop "
-                             "token at least")
+            raise ValueError(f"{type(sampler).__name__} returned an empty response; it has the "
+                             "stop token at least")
         text = lm.text(response.ids)
         action, valid = pool.parse_action(lm.chat.response_prefix + text)
         pool.step(traj, action)
