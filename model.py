@@ -258,7 +258,7 @@ class ActorCritic:
 
     def stopped(self, ids: list[int]) -> bool:
         """Whether a response ends with a stop token; else it was truncated."""
-        return ids[-1] in self.stop_ids
+        return len(ids) > 0 and ids[-1] in self.stop_ids
 
     def text(self, ids: list[int]) -> str:
         """The text of a response, without its stop token."""

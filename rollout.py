@@ -832,9 +832,6 @@ def play_episode(traj, task, sampler, pool, seed, make_messages):
         u = uniform_numbers(seed, traj, len(turns), sampler.max_new_tokens)
         sampler.add(traj, conversation + ids, u)
         response = yield MODEL
-        if not len(response.ids):
-            raise ValueError(f"{type(sampler).__name__} returned an empty response; it has the "
-                             "stop token at least")
         text = lm.text(response.ids)
         action, valid = pool.parse_action(lm.chat.response_prefix + text)
         pool.step(traj, action)
@@ -972,13 +969,14 @@ def checked(sampler, turn: Turn) -> Turn:
     the policy's, as SamplerProtocol describes them."""
     ids, logp = [*map(int, turn.action_ids)], [*map(float, turn.logp)]
     what = f"{type(sampler).__name__} returned a response"
-    if len(ids) > sampler.max_new_tokens:
-        raise ValueError(f"{what} of {len(ids)} tokens; {sampler.max_new_tokens} are allowed, with "
-                         "the stop token")
-    if len(ids) != len(logp) or not np.isfinite(logp).all():
-        raise ValueError(f"{what} of {len(ids)} tokens with the log-probs {logp}; a number for "
-                         "each token is expected")
-    if {*ids} & {*sampler.lm.value_ids}:
+    if not 0 < len(ids) <= sampler.max_new_tokens:
+        raise ValueError(f"{what} of {len(ids)} tokens; 1 to {sampler.max_new_tokens}, with the "
+                         "stop token, are expected")
+    if len(ids) != len(logp):
+        raise ValueError(f"{what} of {len(ids)} tokens and {len(logp)} log-probs; one for each "
+                         "token is expected")
+    drawn = {token for token, x in zip(ids, logp) if np.isfinite(x)}  # logits can be NaN
+    if drawn & {*sampler.lm.value_ids}:
         raise ValueError(f"{what} with w+ or w-, {sampler.lm.value_ids}, which the policy never "
                          "uses (Eq. 3)")
     turn.action_ids, turn.logp, turn.v, turn.q = ids, logp, float(turn.v), float(turn.q)

@@ -54,8 +54,7 @@ def train(config: Config | None = None, *, lm: ActorCritic | None = None,
     make_sampler(lm, config, temperature) -> a rollout.SamplerProtocol, in place of our Sampler;
     log(metrics, iteration) is called on rank 0 with what metrics.jsonl gets, before a checkpoint.
     ValueError: what is given does not fit together. KeyboardInterrupt: SIGTERM or Ctrl-C came.
-    GameError: an environment failed. The last finished iteration is saved before the latter two,
-    and before an error of `log`."""
+    GameError: an environment failed. Then, and if `log` fails, finished iterations are saved."""
     # loads, resumes, evaluates before and after
     with prepared(config, lm, pool, learner, make_sampler, log) as run:
         for iteration in range(run.first_iteration, run.config.iterations):

@@ -55,8 +55,9 @@ class SQLAgent(envs.ToolEnv):
     recommended = {"max_new_tokens": 128, "mini_batch": 64}  # episodes have two turns or a few more
 
     def tasks(self, split):
-        return {"train": [n for n in range(5000) if n % 5], "test": range(0, 5000, 5),
-                "validation": range(5000, 6000, 5)}.get(split, ())
+        if split == "validation":
+            return range(5000, 6000, 5)
+        return [n for n in range(5000) if (n % 5 == 0) == (split == "test")]
 
     def reset(self, task):
         rng = random.Random(task)  # the task's number determines database and question

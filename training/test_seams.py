@@ -13,7 +13,7 @@ import train
 from envs import GameError, Pool, tasks
 from model import load
 from rollout import Response, Sampler, rollout
-from runtime.testing import (CONTEXTS, NAN, OneRank, TINY_HOUSE, TwoRanks, on_ranks, on_the_cpu,
+from runtime.testing import (CONTEXTS, OneRank, TINY_HOUSE, TwoRanks, on_ranks, on_the_cpu,
                              read_lines, run_main, strong)
 
 # -------------------------------------------------------------------------------------- estimator
@@ -145,10 +145,9 @@ def test_sampler_of_a_user_trains_and_evaluates(tmp_path, monkeypatch, capsys, c
 
 
 @pytest.mark.parametrize("change, says", [
-    (lambda ids, logp: ([], []), "an empty response; it has the stop token"),
-    (lambda ids, logp: (ids * 9, logp * 9), "tokens; 8 are allowed, with the stop token"),
-    (lambda ids, logp: (ids, logp[1:]), "a number for each token is expected"),
-    (lambda ids, logp: (ids, [NAN, *logp[1:]]), "a number for each token is expected"),
+    (lambda ids, logp: ([], []), "a response of 0 tokens; 1 to 8, with the stop"),
+    (lambda ids, logp: (ids * 9, logp * 9), "tokens; 1 to 8, with the stop token, are ex"),
+    (lambda ids, logp: (ids, logp[1:]), "log-probs; one for each token is expected"),
     (lambda ids, logp: ([load(TINY_HOUSE).value_ids[0], *ids[1:]], logp), "which the policy never"),
     (lambda ids, logp: (torch.tensor(ids), torch.tensor(logp)), None)])  # plain numbers in the end
 def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says):
