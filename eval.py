@@ -20,13 +20,12 @@ Who calls whom:
             play
     training/run.py
         evaluate_config         before and after training, at each temperature
-            play_split
+            play_games
         success_of              what a run prints of the records that evaluate_config returns
         write_reports           what it writes of them
-        games_while_training    with --eval_every
-        success_while_training
-            play_split
-    play_split                  games of a split as a run plays them, at one temperature
+        success_while_training  with --eval_every
+            play_games
+    play_games                  games as a run plays them, at one temperature
         play
     play                        a list of games, split over the ranks
         run_episodes            the games of one rank; tools/prompted.py has a function in its place
@@ -178,7 +177,7 @@ def games_of(pool, config, split, number) -> list:
     return without(evenly_spaced(ids, number), config.leave_out)
 
 
-def play_split(lm, pool, config, make_sampler, ids, temperature) -> list:
+def play_games(lm, pool, config, make_sampler, ids, temperature) -> list:
     """Plays games as a run does -> records. make_sampler: that of train.train."""
     records = play(make_sampler(lm, config, temperature), ids, pool, config)
     # A Sampler refers to itself: its decode_step is a bound method of it, or has one
@@ -188,19 +187,14 @@ def play_split(lm, pool, config, make_sampler, ids, temperature) -> list:
     return records
 
 
-def games_while_training(pool, config) -> tuple[str, list]:
-    """("validation", ids of the games for validation), or ("held_out", the --eval_games of a run)
-    where there are none. ValueError: --leave_out leaves none of them."""
-    if pool.env.validation:
-        return "validation", games_of(pool, config, *pool.env.validation)
-    return "held_out", games_of(pool, config, pool.env.held_out[0], config.eval_games)
-
-
 def success_while_training(lm, pool, config, make_sampler=sampler_for) -> tuple[str, float]:
-    """("validation" or "held_out", success at the environment's usual temperature).
+    """("validation", success in an environment's games for validation); where it has none,
+    ("held_out", success in the --eval_games of a run). At the environment's usual temperature.
     make_sampler: that of train.train."""
-    name, ids = games_while_training(pool, config)
-    played = play_split(lm, pool, config, make_sampler, ids, pool.env.eval_temperatures[0])
+    env = pool.env
+    name = "validation" if env.validation else "held_out"
+    ids = games_of(pool, config, *env.validation or (env.held_out[0], config.eval_games))
+    played = play_games(lm, pool, config, make_sampler, ids, env.eval_temperatures[0])
     return name, report(played)["success"]
 
 
@@ -211,7 +205,7 @@ def evaluate_config(lm, pool, config, make_sampler=sampler_for) -> dict:
     if not config.eval_games:
         return {}
     ids = games_of(pool, config, pool.env.held_out[0], config.eval_games)
-    return {f"{temperature:g}": play_split(lm, pool, config, make_sampler, ids, temperature)
+    return {f"{temperature:g}": play_games(lm, pool, config, make_sampler, ids, temperature)
             for temperature in pool.env.eval_temperatures}
 
 

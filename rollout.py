@@ -975,8 +975,8 @@ def checked(sampler, turn: Turn) -> Turn:
     if len(ids) != len(logp):
         raise ValueError(f"{what} of {len(ids)} tokens and {len(logp)} log-probs; one for each "
                          "token is expected")
-    drawn = {token for token, x in zip(ids, logp) if np.isfinite(x)}  # logits can be NaN
-    if drawn & {*sampler.lm.value_ids}:
+    reserved = [x for token, x in zip(ids, logp) if token in sampler.lm.value_ids]
+    if np.isfinite(reserved).any():  # where logits are NaN, any token can be drawn
         raise ValueError(f"{what} with w+ or w-, {sampler.lm.value_ids}, which the policy never "
                          "uses (Eq. 3)")
     turn.action_ids, turn.logp, turn.v, turn.q = ids, logp, float(turn.v), float(turn.q)

@@ -55,8 +55,10 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
         held_out = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
         validation = []
         if config.eval_every and pool.env.validation:
-            validation = envs.tasks(pool.env, pool.env.validation[0], **pool.options)
-            evaluation.games_while_training(pool, config)  # --leave_out leaves some to play
+            split, number = pool.env.validation
+            validation = envs.tasks(pool.env, split, **pool.options)
+            played = evaluation.evenly_spaced(validation, number)
+            evaluation.without(played, config.leave_out)  # some are left
         evaluation.check_left_out(config.leave_out, [*task_ids, *held_out, *validation])
         first_task, *_ = evaluation.without(task_ids, config.leave_out)
         check_disjoint(pool.name, {"trained on": task_ids, "held out": held_out,
@@ -173,9 +175,10 @@ def check_disjoint(env: str, splits: dict[str, Sequence]) -> None:
     """ValueError: two of the splits, {what they are used for: task ids}, share tasks."""
     for (use, ids), (other_use, others) in itertools.combinations(splits.items(), 2):
         if shared := {*ids} & {*others}:
+            remedy = "; an environment without games for validation says validation = None"
             raise ValueError(f"--env {env}: {len(shared)} tasks, such as {min(shared, key=str)}, "
-                             f"are both {use} and {other_use}; an environment without games for "
-                             "validation says validation = None")
+                             f"are both {use} and {other_use}"
+                             + (remedy if other_use == "for validation" else ""))
 
 
 def write_weights(lm: ActorCritic, pool, config: Config, folder: RunDir, make_sampler) -> None:
@@ -195,9 +198,8 @@ def merged_within_rounding(lm: ActorCritic, pool, config: Config, make_sampler) 
     log-probs of a few held-out games, or games of training if there are none."""
     if lm.model.dtype == torch.float32:
         return lm.merged(torch.float32)
-    ids = envs.tasks(pool.env, pool.env.held_out[0] if config.eval_games else "train",
-                     **pool.options)
-    ids = evaluation.without(evaluation.evenly_spaced(ids, GAMES_TO_COMPARE), config.leave_out)
+    split = pool.env.held_out[0] if config.eval_games else "train"
+    ids = evaluation.games_of(pool, config, split, GAMES_TO_COMPARE)
     sampler = make_sampler(lm, config, pool.env.eval_temperatures[0])
     turns = rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION), history=config.history)
     sequences = [ids_and_spans(sequence) for sequence in make_sequences(turns, config.context)]
@@ -404,22 +406,19 @@ class Run:
                f"{metrics['success']:.0%}, admissible actions {metrics['admissible_actions']:.0%}, "
                f"explained variance of V {metrics['v_explained_variance']:.0%}, "
                f"{metrics['time_total']:.1f} s")
-        if rank() == 0:
-            self.write_metrics(iteration, turns, metrics)
-            for log in self.logs:
-                try:
-                    log({**metrics}, iteration)  # a copy, which it may change
-                except Exception as error:  # all ranks learn of it when the iteration is saved
-                    self.error = self.error or error
-
-    def write_metrics(self, iteration: int, turns: list, metrics: dict) -> None:
-        """Appends to metrics.jsonl, and every ten iterations writes an episode as a page."""
+        if rank() > 0:
+            return
         self.lines.append(metrics)
         if self.folder:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
-            if turns and (iteration % 10 == 0 or iteration == self.config.iterations - 1):
+            if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
                 self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
+        for log in self.logs:
+            try:
+                log({**metrics}, iteration)  # a copy, which it may change
+            except Exception as error:  # all ranks learn of it when the iteration is saved
+                self.error = self.error or error
 
     def write_page(self, iteration: int, episode: list) -> None:
         """Writes an episode of this iteration as a page."""

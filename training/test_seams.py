@@ -284,6 +284,6 @@ def test_logger_that_fails_costs_no_iteration(tmp_path, ranks):
     assert (tmp_path / "run/checkpoint-2").exists()
     train.train(train.settings(**given, resume=True))
     weights = [load_file(tmp_path / run / "final/model.safetensors") for run in ("whole", "run")]
-    for name, whole in weights[0].items():
-        torch.testing.assert_close(weights[1][name], whole, atol=1e-4, rtol=0)
+    for name, whole in weights[0].items():  # bit for bit on as many ranks
+        torch.testing.assert_close(weights[1][name], whole, atol=0 if ranks == 1 else 1e-4, rtol=0)
     assert [line["iteration"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [0, 1, 2]
