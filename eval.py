@@ -51,7 +51,8 @@ from typing import Literal
 import torch
 
 import envs
-from model import load, local_folder
+from hf.loading import sapo_json_of
+from model import load
 from rollout import EVALUATION, Sampler, trajectories
 from runtime.checkpoint import RunDir, read_json, write_file
 from runtime.cli import (Parser, argparse_options, choose_threads, file_path, one_line_errors,
@@ -292,7 +293,7 @@ def run_of(model, tiny):
             run = folder
         elif is_run(folder.parent):  # folder is RUN/best or the like
             run = folder.parent
-    stored = read_json(local_folder(model, tiny) / "sapo.json").get("run")
+    stored = sapo_json_of(model, tiny).get("run")
     if not stored and run:
         stored = RunDir(run).settings()
     return run, stored or {}

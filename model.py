@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 from hf import lora
 from hf.attention import causal_inputs
 from hf.chat import Chat
-from hf.loading import local_folder  # noqa: F401 (eval.py takes it from here)
 from hf.loading import (check_tokenizer, find_stop_ids, prepare_model, read_model, read_sapo_json,
                         reserve_value_ids, resolve_model, write_model)
 
@@ -277,15 +276,29 @@ class ActorCritic:
         if not self.lora_rank:
             for name, rows in self.value_rows.named_parameters():
                 getattr(self.head, name)[self.value_index] = rows.to(self.head.weight.dtype)
-        ours = {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
+        write_model(self.model, self.tokenizer, folder, self.sapo_json(),
+                    self.value_rows.state_dict())
+
+    def sapo_json(self) -> dict:
+        """What a saved folder says of it, in sapo.json."""
+        return {"value_ids": self.value_ids, "tau_v": self.tau_v, "r_max": self.r_max,
                 "settings": self.recommended, "run": self.played_with}
-        write_model(self.model, self.tokenizer, folder, ours, self.value_rows.state_dict())
 
     def merged(self, dtype: torch.dtype) -> "ActorCritic":
         """A copy on the CPU whose weights, in this data type, are those of the model and its
-        adapters together."""
-        return replace(self, model=lora.merged_copy(self.model, dtype), compile=False,
-                       value_rows=copy.deepcopy(self.value_rows).to("cpu"))
+        adapters together. If that is not the model's own type, the copy recommends it, because in
+        fewer bits what was learned may be lost."""
+        other = {} if dtype == self.model.dtype else {"dtype": str(dtype).removeprefix("torch.")}
+        merged = replace(self, model=lora.merged_copy(self.model, dtype), compile=False,
+                         value_rows=copy.deepcopy(self.value_rows).to("cpu"),
+                         recommended=self.recommended | other, played_with=self.played_with | other)
+        merged.keep_for_wrapping()
+        return merged
+
+    def keep_for_wrapping(self) -> None:
+        """Lets the model know its value rows and sapo.json, for the next time it is wrapped. (A
+        tuple is no part of the module.)"""
+        self.model.sapo_value_rows = self.value_ids, self.value_rows, self.sapo_json()
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -338,8 +351,8 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     if not stop_ids:
         raise ValueError("no token ends a response: neither the model nor the tokenizer has an end "
                          "of sequence (eos_token_id)")
-    wrapped_ids, wrapped_rows, scales = getattr(model, "sapo_value_rows", (None, None, {}))
-    stored = stored | scales
+    wrapped_ids, wrapped_rows, kept = getattr(model, "sapo_value_rows", (None, None, {}))
+    stored = stored | kept
     trained_ids = tuple(value_ids or wrapped_ids or stored.get("value_ids") or ())
     if value_tokens or not trained_ids:
         value_ids = reserve_value_ids(tokenizer, len(head.weight), stop_ids, value_tokens)
@@ -355,12 +368,12 @@ def actor_critic(model, tokenizer, value_tokens=None, value_ids=None, tau_v: flo
     r_max = stored.get("r_max", 10.0) if r_max is None else r_max
     if not (tau_v > 0 and r_max > 0):
         raise ValueError(f"tau_v is {tau_v} and r_max {r_max}; both must be above 0")
-    # for the next time it is wrapped; as a tuple, so that it is no part of the module
-    model.sapo_value_rows = value_ids, value_rows, {"tau_v": tau_v, "r_max": r_max}
     if chat:
         chat.protect({*value_ids, *stop_ids})  # no text can spell them
-    return ActorCritic(model, tokenizer, chat, value_ids, stop_ids, value_rows, tau_v, r_max,
-                       recommended=stored.get("settings", {}), played_with=stored.get("run", {}))
+    lm = ActorCritic(model, tokenizer, chat, value_ids, stop_ids, value_rows, tau_v, r_max,
+                     recommended=stored.get("settings", {}), played_with=stored.get("run", {}))
+    lm.keep_for_wrapping()
+    return lm
 
 
 def check_rows(head, value_ids: tuple) -> None:

@@ -111,6 +111,8 @@ class Learner:
         self.reference = None  # a copy of the model that training starts from; none if beta is 0
         if config.beta:  # (only its log-probs are used, so it needs no value rows of its own)
             self.reference = lm.copy()
+        if not lm.lora_rank:
+            lm.model.name_or_path = ""  # from now on its weights are those of no folder
         self.groups = lm.parameters()
         self.optimizer = checked(self.make_optimizer(self.groups, config.lr), self.groups)
         self.optimizer_steps = 0  # those tried, skipped ones included

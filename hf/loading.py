@@ -129,6 +129,9 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
             lora.check_base(model, read_sapo_json(where))
             read_value_rows(model, where)
             model.name_or_path = where
+        elif any(".lora_A" in key for key in report["unexpected_keys"]):
+            raise ValueError("its weights are those of a model with adapters, which only the "
+                             "method `save` of an ActorCritic can write")
     except Exception as error:  # safetensors, tokenizers and the hub have exceptions of their own
         why = " ".join((str(error).strip() or type(error).__name__).split())[:300]
         what = f"{name}" + ", which is not a folder here" * (not local_folder(name).is_dir())
@@ -160,12 +163,18 @@ def base_of(adapter_config: dict) -> str:
 
 
 def read_value_rows(model, where) -> None:
-    """Puts the rows of w+ and w- that are beside an adapter, if any, into the output layer, where a
-    whole model has them."""
-    if file := find_file(where, "value_rows.safetensors"):
-        value_ids, head = read_sapo_json(where)["value_ids"], model.get_output_embeddings()
-        for name, rows in safetensors.torch.load_file(file).items():
-            getattr(head, name).data[value_ids] = rows.to(head.weight.dtype)
+    """Reads the rows of w+ and w- that are beside an adapter, and keeps them where
+    model.actor_critic looks for them. An adapter of peft has none: they are those of the model that
+    it is for. ValueError: they are missing."""
+    own, file = read_json(where, "sapo.json"), find_file(where, "value_rows.safetensors")
+    if not own:
+        return
+    if not file:
+        raise ValueError("value_rows.safetensors is missing")
+    tensors = safetensors.torch.load_file(file)
+    rows = torch.nn.Linear(tensors["weight"].shape[1], 2, bias="bias" in tensors)
+    rows.load_state_dict(tensors)
+    model.sapo_value_rows = tuple(own["value_ids"]), rows, {}
 
 
 def write_model(model, tokenizer, folder, sapo_json: dict, value_rows: dict) -> None:
@@ -174,7 +183,12 @@ def write_model(model, tokenizer, folder, sapo_json: dict, value_rows: dict) -> 
     transformers 4, which vLLM and llama.cpp may still read.
 
     If the model has adapters, the folder is theirs; value_rows, the weight (and bias) of w+ and w-,
-    is a file of it."""
+    is a file of it. ValueError: the folder has a whole model, and this is an adapter, or the other
+    way round, so both would be read as one."""
+    kinds = {"config.json": "a whole model", "adapter_config.json": "an adapter"}
+    other = "config.json" if lora.rank_of(model) else "adapter_config.json"
+    if Path(folder, other).exists():
+        raise ValueError(f"there is {kinds[other]} in {folder}: save this elsewhere")
     tokenizer.save_pretrained(folder)
     if lora.rank_of(model):
         sapo_json = sapo_json | {"base_fingerprint": lora.base_fingerprint(model)}

@@ -17,6 +17,7 @@ model's 16 bits, in which small steps are lost.
 import copy
 import json
 import math
+import operator
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -86,17 +87,16 @@ def add_adapters(model, rank: int, names=None, base="") -> None:
     rank = 2. At the start that is the same; then a step of A has half of that effect here.) base:
     default the model's folder or hub id, which the folder of an adapter names. ValueError: there
     are no such layers, no base, or the rank is above that of W in all layers."""
-    base = base or model.name_or_path
+    base, rank = base or model.name_or_path, operator.index(rank)
     if not base:
         raise ValueError("the folder of an adapter names its base, and this model has no folder or "
                          "hub id: save it, and load it from there")
     backbone = {id(part) for part in model.base_model.modules()}
     linear = {name: layer for name, layer in model.named_modules()
               if type(layer) is torch.nn.Linear and id(layer) in backbone}
-    if names is None:
-        most = max((min(layer.weight.shape) for layer in linear.values()), default=rank)
-        if not isinstance(rank, int) or not 0 < rank <= most:
-            raise ValueError(f"adapters of rank {rank}: 1 to {most} make sense in this model")
+    most = max((min(layer.weight.shape) for layer in linear.values()), default=rank)
+    if rank < 1 or names is None and rank > most:  # peft's may have more
+        raise ValueError(f"adapters of rank {rank}: 1 to {most} make sense in this model")
     names = [*linear] if names is None else sorted(names)
     if unknown := [name for name in names if name not in linear]:
         raise ValueError(f"the adapter is for {unknown[0]}, which is no linear layer of the "
@@ -156,6 +156,11 @@ def with_random_adapters(model):
     return copy_with(model, new) if new else model
 
 
+def merged_weight(layer: LoRALinear) -> torch.Tensor:
+    """W + B A, in float32."""
+    return layer.weight.float() + layer.lora_B.float() @ layer.lora_A.float()
+
+
 @torch.no_grad()
 def merged_copy(model, dtype: torch.dtype):
     """A copy without adapters on the CPU, of the same function up to rounding: W + B A is computed
@@ -164,8 +169,7 @@ def merged_copy(model, dtype: torch.dtype):
     layers = adapted_layers(model)
     new = {p: p.detach().to("cpu", dtype, copy=True) for p in model.parameters()}
     for layer in layers.values():
-        w = layer.weight.float() + layer.lora_B.float() @ layer.lora_A.float()
-        new[layer.weight] = w.to("cpu", dtype)
+        new[layer.weight] = merged_weight(layer).to("cpu", dtype)
     merged = copy_with(model, new).to("cpu").requires_grad_(True)
     merged.name_or_path = ""
     for layer in adapted_layers(merged).values():
@@ -179,7 +183,8 @@ def merged_copy(model, dtype: torch.dtype):
 
 PREFIX = "base_model.model."  # of peft's names of layers
 # Fields of adapter_config.json that would make it another function; these values do not.
-PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian"),
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "revision": (None, "main"),
+         "init_lora_weights": (True, False, "gaussian", "orthogonal"),
          **dict.fromkeys(("target_parameters", "use_dora", "use_rslora", "use_qalora", "use_bdlora",
                           "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern",
                           "alpha_pattern", "layer_replication", "trainable_token_indices",
@@ -203,9 +208,7 @@ def check_base(model, sapo_json: dict) -> None:
 
 
 def write_adapter(model, folder) -> None:
-    """Writes A and B in float32, and adapter_config.json. ValueError: it is the base's folder."""
-    if os.path.abspath(folder) == model.lora.base:
-        raise ValueError(f"{folder} is the model that the adapters are for: save them elsewhere")
+    """Writes A and B in float32, and adapter_config.json."""
     layers = adapted_layers(model)
     tensors = {key: p.detach().float().cpu().contiguous()
                for key, p in named_adapters(model).items()}

@@ -9,9 +9,12 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
+import eval as evaluation
 import train
 from hf import lora, verify
+from hf.loading import edit_json
 from hf.lora import adapted_layers, adapter_tensors
+from hf.verify import with_merged_adapters
 from model import actor_critic, load, make_batch, restricted_log_softmax
 from rollout import Sampler
 from runtime.testing import (CONTEXTS, GAMES, TINY_HOUSE, OneRank, TwoRanks, adapted_model,
@@ -334,6 +337,7 @@ def test_adapter_that_peft_has_made_is_a_start(tmp_path, monkeypatch):
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "peft_type"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
     ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"), ({"bias": "all"}, "bias"),
+    ({"revision": "a-branch"}, "revision 'a-branch'"), ({"r": 0}, "adapters of rank 0"),
     ({"base_model_name_or_path": "/nowhere/at/all"}, "no such folder"),
     ({"base_model_name_or_path": None}, "does not name the model"),
     ({"base_model_name_or_path": f"{TINY_HOUSE}-8"}, "has the shape|in one of them only|is for")])
@@ -374,16 +378,11 @@ def test_merging_keeps_ties_and_rounds_once():
 @pytest.mark.parametrize("lost", [False, True])
 def test_adapters_that_rounding_would_lose_are_kept_in_float32(tmp_path, strong, monkeypatch,
                                                                capsys, lost):
-    """Here, merging in 16 bits loses all of them."""
-    def merged(lm, dtype):
-        plain = merge(lm, dtype)
-        if lost and dtype == torch.bfloat16:
-            start = load(str(tmp_path / "start"), dtype=dtype).model
-            plain.model.load_state_dict(start.state_dict())
-        return plain
-
-    merge = train.ActorCritic.merged
-    monkeypatch.setattr(train.ActorCritic, "merged", merged)
+    """Here, rounding loses all of them. What reads the folder reads it in float32."""
+    if lost:
+        monkeypatch.setattr(lora, "merged_weight", lambda layer: layer.weight.float())
+    with edit_json(tmp_path / "start/sapo.json") as start:
+        del start["settings"]["dtype"]  # it is float32 for the tiny model
     run_main(train, monkeypatch, *strong, "--lora_rank", 3, "--lr", 0.1, "--lr_warmup", 0,
              "--batch_size", 6, "--iterations", 2, "--mini_batch", 8, "--eval_games", 3,
              "--dtype", "bfloat16", "--out", tmp_path / "run")
@@ -391,7 +390,25 @@ def test_adapters_that_rounding_would_lose_are_kept_in_float32(tmp_path, strong,
     assert "merged into bfloat16, the adapters' log-probs differ by" in said
     assert ("so RUN/final is in float32" in said.replace(str(tmp_path / "run"), "RUN")) == lost
     config = json.loads((tmp_path / "run/final/config.json").read_text())
-    assert config["dtype"] == ("float32" if lost else "bfloat16")
+    dtype = "float32" if lost else "bfloat16"
+    assert config["dtype"] == dtype
+    args = evaluation.make_parser("").parse_args(["--model", str(tmp_path / "run")])
+    _, settings = evaluation.complete(args)
+    assert settings.dtype == dtype
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # where bfloat16 is the default
+    assert train.settings(model=str(tmp_path / "run")).dtype == dtype
+
+
+def test_merging_for_a_comparison_is_the_merging_of_a_folder():
+    lm = adapted_model(dtype=torch.bfloat16)
+    batch = make_batch([([*range(12)], [(5, 9)])])
+    with torch.no_grad():
+        expected = lm.merged(torch.bfloat16).score(batch).logp
+        plain = lm.score(batch).logp
+        with with_merged_adapters(lm.model.base_model):
+            found = lm.score(batch).logp
+        assert found.equal(expected) and not found.equal(plain)
+        assert lm.score(batch).logp.equal(plain)
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -413,8 +430,11 @@ def test_settings_with_adapters(tmp_path):
             train.settings(**given)
     with pytest.raises(ValueError, match="the config has lora_rank 0, and the model 3"):
         train.Learner(lm, full)
-    names = [train.parse(flags).out for flags in ((), ("--lora_rank", "8"))]
-    assert names == ["runs/house-tiny-0", "runs/house-tiny-lora_rank=8-0"]
+    of_adapter = ("--model", str(tmp_path), "--lora_rank", "3")
+    flags = (), ("--lora_rank", "8"), ("--lora_rank", "8", "--lr", "4e-4"), of_adapter
+    assert [train.parse(f).out.replace(tmp_path.name, "ADAPTER") for f in flags] == [
+        "runs/house-tiny-0", "runs/house-tiny-lora_rank=8-0",
+        "runs/house-tiny-lora_rank=8-lr=0.0004-0", "runs/house-ADAPTER-0"]
 
 
 def test_base_that_is_not_that_of_the_adapters_is_noticed(tmp_path, monkeypatch):
@@ -433,12 +453,44 @@ def test_base_that_is_not_that_of_the_adapters_is_noticed(tmp_path, monkeypatch)
         load(str(tmp_path / "run/adapter"))
     with pytest.raises(SystemExit, match="trained with other weights than those that are now in"):
         run_main(train, monkeypatch, *flags, "--iterations", 2, "--resume")
+    train.Learner(base, train.settings(lm=base))  # trains its weights, which are in no folder
     lm = load("tiny", lora_rank=2)
-    with pytest.raises(ValueError, match="is the model that the adapters are for"):
-        lm.save(TINY_HOUSE)
-    merged = lm.merged(torch.float32)
-    with pytest.raises(ValueError, match="has no folder or hub id: save it"):
-        actor_critic(merged.model, merged.tokenizer, lora_rank=2)
+    for in_memory in (base, lm.merged(torch.float32)):
+        with pytest.raises(ValueError, match="has no folder or hub id: save it"):
+            actor_critic(in_memory.model, in_memory.tokenizer, lora_rank=2)
+
+
+def test_folder_has_a_whole_model_or_an_adapter_and_never_both(tmp_path):
+    load("tiny").save(tmp_path / "base")
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    adapted = load(str(tmp_path / "base"), lora_rank=2, r_max=3.0)
+    adapted.save(tmp_path / "adapter")
+    adapted.save(tmp_path / "adapter")  # a later one in its place
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for lm, folder, what in ((adapted, "base", "a whole model"), (adapted, "link", "a whole model"),
+                             (adapted.merged(torch.float32), "adapter", "an adapter")):
+        with pytest.raises(ValueError, match=f"there is {what} in .*{folder}: save this elsewhere"):
+            lm.save(tmp_path / folder)
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+
+def test_incomplete_folders_are_named(tmp_path):
+    lm = load("tiny", lora_rank=2)
+    lm.save(tmp_path / "adapter")
+    (tmp_path / "adapter/value_rows.safetensors").unlink()
+    with pytest.raises(ValueError, match="value_rows.safetensors is missing"):
+        load(str(tmp_path / "adapter"))
+    lm.model.save_pretrained(tmp_path / "whole")  # it knows nothing of adapters
+    lm.tokenizer.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="its weights are those of a model with adapters"):
+        load(str(tmp_path / "whole"))
+
+
+def test_value_rows_of_an_adapter_are_not_rounded(tmp_path):
+    lm = load("tiny", lora_rank=2, dtype=torch.bfloat16)
+    torch.nn.init.normal_(lm.value_rows.weight)
+    lm.save(tmp_path)
+    assert load(str(tmp_path), dtype=torch.bfloat16).value_rows.weight.equal(lm.value_rows.weight)
 
 
 def test_merged_model_can_be_trained_and_shares_nothing():
@@ -447,6 +499,8 @@ def test_merged_model_can_be_trained_and_shares_nothing():
     ours = {p.data_ptr() for p in lm.model.parameters()}
     assert ours.isdisjoint(p.data_ptr() for p in merged.model.parameters())
     assert all(p.requires_grad for p in merged.model.parameters()) and merged.parameters()
+    again = actor_critic(merged.model, merged.tokenizer)
+    assert again.value_rows is merged.value_rows is not lm.value_rows
 
 
 def test_what_is_trained_beside_adapters_or_in_16_bits_is_refused():
@@ -473,6 +527,10 @@ def test_peft_adapter_of_a_sapo_model_keeps_its_values_and_settings(tmp_path):
     assert lm.value_rows.weight.equal(base.value_rows.weight)
     config = train.settings(model=str(tmp_path / "adapter"))
     assert (config.lr, config.r_max, config.lora_rank) == (4e-3, 2.0, 2)
+    base.played_with = {"env": "house", "places": 7}
+    base.save(tmp_path / "base")
+    args = evaluation.make_parser("").parse_args(["--model", str(tmp_path / "adapter")])
+    assert evaluation.complete(args)[1].places == 7
 
 
 @pytest.mark.parametrize("key, value, says", [

@@ -12,30 +12,30 @@ This is the one file of hf/ that stands on model.py.
 """
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from hf import lora
 from hf.attention import PIECE_LENGTH, causal_inputs, unsupported
 from hf.compile import accelerate, warn
-from hf.lora import with_random_adapters
 from model import (ActorCritic, Batch, float32_logits, make_batch, restricted_log_softmax,
                    rows_of)
 
 # ----------------------------------------------------------------------- exact results, and errors
 
 @contextlib.contextmanager
-def in_float32(backbone) -> Iterator[None]:
-    """Within this context, `backbone` computes in float32. Each module's weights are converted only
-    while it runs, so that without gradients they never all exist at once."""
+def with_parameters(backbone, converted: Callable) -> Iterator[None]:
+    """Within this context, each module of `backbone` computes with the parameters
+    converted(module), a dict like module._parameters. They are made when it runs and are gone
+    afterwards, so that without gradients they never all exist at once."""
     original, hooks = {}, []
 
     def convert(module, inputs):
-        original[module] = module._parameters
-        module._parameters = {name: p if p is None else p.float()
-                              for name, p in module._parameters.items()}
+        parameters = converted(module)
+        original[module], module._parameters = module._parameters, parameters
 
     def restore(module, inputs, output):
         module._parameters = original.pop(module)
@@ -51,6 +51,25 @@ def in_float32(backbone) -> Iterator[None]:
             hook.remove()
         for module, parameters in original.items():  # left by an interrupt
             module._parameters = parameters
+
+
+def in_float32(backbone):
+    """A context in which `backbone` computes in float32."""
+    return with_parameters(backbone, lambda module: {
+        name: p if p is None else p.float() for name, p in module._parameters.items()})
+
+
+def with_merged_adapters(backbone):
+    """A context in which `backbone` computes with the weights of lora.merged_copy, in its own
+    precision."""
+    def merged(module):
+        if not isinstance(module, lora.LoRALinear):
+            return module._parameters
+        nothing = {name: torch.zeros_like(getattr(module, name)) for name in ("lora_A", "lora_B")}
+        weight = lora.merged_weight(module).to(module.weight.dtype)
+        return module._parameters | nothing | {"weight": weight}
+
+    return with_parameters(backbone, merged)
 
 
 def excess_error(found, plain, exact) -> tuple[float, float] | None:
@@ -85,7 +104,7 @@ def compiled_scoring(lm: ActorCritic, tokens: int) -> ActorCritic:
     samples = [(row, [(1, length)]) for row in vocabulary[index].tolist()]
     shorter = (length + 2) // 2
     small = make_batch([(ids[:shorter], [(1, shorter)]) for ids, _ in samples[:3]]).to(lm.device)
-    plain_lm = replace(lm, model=with_random_adapters(lm.model))
+    plain_lm = replace(lm, model=lora.with_random_adapters(lm.model))
     fast_lm = replace(plain_lm, compile=True)
     try:
         fast_lm.score(make_batch(samples).to(lm.device)).logp.sum().backward()
@@ -133,15 +152,19 @@ def zero_gradients(lm: ActorCritic) -> None:
 
 
 @torch.no_grad()
-def difference_of_merging(lm: ActorCritic, merged: ActorCritic, batches: list) -> tuple:
-    """Compares a model whose adapters are merged in 16 bits with one in which they are not -> (the
-    mean difference of log-probs, whether rounding does not explain it)."""
-    there = merged.model.to(lm.device)
-    merged = replace(merged, model=there, value_rows=lm.value_rows)
-    lm = replace(lm, compile=False)
-    found, plain = (torch.cat([x.score(batch).logp for batch in batches]) for x in (merged, lm))
-    with in_float32(lm.model.base_model):
-        exact = torch.cat([lm.score(batch).logp for batch in batches])
+def difference_of_merging(lm: ActorCritic, batches: list) -> tuple:
+    """Compares the model with itself, as it is with its adapters merged in 16 bits -> (the mean
+    difference of log-probs, whether rounding does not explain it)."""
+    lm, backbone = replace(lm, compile=False), lm.model.base_model
+
+    def log_probs():
+        return torch.cat([lm.score(batch).logp for batch in batches])
+
+    plain = log_probs()
+    with with_merged_adapters(backbone):
+        found = log_probs()
+    with in_float32(backbone):
+        exact = log_probs()
     return (found - plain).abs().mean().item(), excess_error(found, plain, exact) is not None
 
 
@@ -231,7 +254,7 @@ def with_random_numbers(lm: ActorCritic) -> ActorCritic:
     """lm with random numbers, in tensors of their own, for what is 0 in a new model, because with 0
     results would look right whatever is wrong: adapters, and value rows, which make V and Q about
     0.3 R_max."""
-    lm = replace(lm, model=with_random_adapters(lm.model))
+    lm = replace(lm, model=lora.with_random_adapters(lm.model))
     ids = torch.tensor([encode_check_prompt(lm, CHECK_PROMPTS[0])], device=lm.device)
     hidden = lm.hidden_states(ids).float()
     rows = rows_of(lm.value_rows, (0, 1), trained=True)

@@ -191,7 +191,7 @@ class RunDir:
             (self / name).unlink(missing_ok=True)
         reports = [path for path in self.path.glob("eval-*.json")
                    if not path.name.startswith("eval-after-")
-                   and Path(str(read_json(path).get("weights"))).name == "final"]
+                   and Path(str(read_json(path).get("weights"))).name in ("final", "adapter")]
         after = f"eval-after-{len(self.metrics())}-"
         for path in reports + [path.with_suffix(".jsonl") for path in reports]:
             if path.exists():

@@ -17,12 +17,12 @@ SETTINGS = {"save_every": 1, "algo": "sapo", "seed": 0, "env": "house", "model":
 
 def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
     path, run = tmp_path / "run", RunDir(tmp_path / "run")
-    for name in ("final", "best"):
+    for name in ("final", "best", "adapter"):
         (path / name).mkdir(parents=True)
     run.begin(SETTINGS)
     run.save_checkpoint(2, lambda folder: checkpoint.write_file(f"{folder}/a", "state"))
     reports = {"eval.json": "final", "eval-best-test.json": "best", "eval-test.json": "final",
-               "eval-after-1-test.json": "final"}
+               "eval-adapter-test.json": "adapter", "eval-after-1-test.json": "final"}
     for name, weights in reports.items():
         (path / name).write_text(json.dumps({"weights": f"run/{weights}"}))
         (path / name).with_suffix(".jsonl").write_text("")
@@ -34,8 +34,9 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
     assert (path / "final").is_dir()  # until the checkpoint is loaded
     run.delete_results()
     assert (path / "metrics.jsonl").read_text() == '{"iteration": 0}\n{"iteration": 1}\n'
-    kept = {f"eval-{name}-test.json{lines}" for name in ("best", "after-1", "after-2")
-            for lines in ("", "l")}  # a user's, with the weights that they are of
+    # reports that a user made are kept, with the weights that they are of
+    kept = {f"eval-{name}-test.json{lines}"
+            for name in ("best", "after-1", "after-2", "after-2-adapter") for lines in ("", "l")}
     assert {path.name for path in path.iterdir()} == kept | {"metrics.jsonl", "config.json",
                                                              "checkpoint-2", "best"}
     shutil.rmtree(newest)

@@ -201,16 +201,16 @@ def merged_within_rounding(lm: ActorCritic, pool, config: Config, make_sampler) 
     split = pool.env.held_out[0] if config.eval_games else "train"
     ids = evaluation.games_of(pool, config, split, GAMES_TO_COMPARE)
     sampler = make_sampler(lm, config, pool.env.eval_temperatures[0])
-    turns = rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION), history=config.history)
+    turns = rollout(sampler, ids, pool, seed=(config.seed, 0, EVALUATION), history=config.history,
+                    max_num_seqs=config.max_num_seqs)
     sequences = [ids_and_spans(sequence) for sequence in make_sequences(turns, config.context)]
     batches = [make_batch(group).to(lm.device)
                for group in micro_batches(sequences, config.tokens_per_micro_batch)]
-    merged = lm.merged(lm.model.dtype)
-    difference, excess = difference_of_merging(lm, merged, batches)
+    difference, excess = difference_of_merging(lm, batches)
     print0(f"merged into {config.dtype}, the adapters' log-probs differ by {difference:.2g} a token"
            + (f": that is more than rounding, so {config.out}/final is in float32" if excess
               else ", which is rounding"))
-    return lm.merged(torch.float32) if excess else merged
+    return lm.merged(torch.float32 if excess else lm.model.dtype)
 
 
 GAMES_TO_COMPARE = 8  # held-out games, of which a merged model is compared with its adapters

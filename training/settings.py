@@ -171,7 +171,7 @@ def check_ranges(settings, ranges) -> None:
 OPTIONS = "data", "places", "objects"
 PATHS = {"data", "model", "out"}
 # Settings that decide what the others are by default.
-CHOICE = "env", "model", "algo", "context"
+CHOICE = "env", "model", "algo", "context", "lora_rank"
 LORA_LR_FACTOR = 10  # adapters learn at so many times the learning rate of all parameters
 
 
@@ -335,7 +335,10 @@ def parse(argv: list[str] = ()) -> Config:
     given = expanded(vars(parser_for(Config, "SAPO, Algorithm 1.").parse_args(argv)))
     if "out" not in given:
         usual = settings(**{name: given[name] for name in CHOICE if name in given})
-        defaults = vars(usual) | {"context": envs.env_class(usual.env).context}
+        env = envs.env_class(usual.env)
+        defaults = vars(usual) | {
+            "context": env.context,
+            "lora_rank": sapo_json_of(usual.model, env.tiny_model).get("lora_rank", 0)}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
     # alone, --resume needs a run; with other flags, it starts the run if there is none yet
     if "resume" in given and given.keys() <= {"resume", "out", "leave_out"}:
