@@ -30,7 +30,7 @@ import sys
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 
-from runtime.answers import as_number, as_python, obs_text
+from runtime.answers import as_action, as_number, as_python, obs_text
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
 from runtime.workers import EnvWorker, WorkerPool, ctrl_c, is_importable, processes_per_rank
 
@@ -97,8 +97,8 @@ class Env:
                         of the first info or, if it has none, the first obs
         category        for tables, where `categories` can give it another name; default: that of
                         the first info
-        won             True or False; default: whether the return of an episode that is over is
-                        above 0, so an environment with partial rewards needs it
+        won             True or False, of which the last one counts; default: whether the return so
+                        far is above 0, so an environment with partial rewards needs it
         score           from 0 to 1; default: 1 if won
         metrics         numbers of your own so far in this episode, such as {"calls": 3}. Of each
                         name, the last value is averaged over the episodes that have one, and is
@@ -139,10 +139,10 @@ class Env:
     are tried again one at a time, to find the one that kills, and its others wait for them."""
 
     # the game
-    flags = ()  # train.py's settings that the constructor takes
+    flags = ()  # those of data, places and objects that the constructor takes
     horizon = 50  # maximum number of turns per episode
     tools = ()  # see ToolEnv
-    recommended = {}  # settings of train.py
+    recommended = {}  # settings of train.py, but for model, algo, context and lora_rank
     tiny_model = "tiny-house"  # the folder in results/ that --model tiny means
     # what the model is shown
     context = "window"  # or "full": the --context that the environment is made for
@@ -280,6 +280,10 @@ class ToolEnv(Env):
                                                inspect.isgeneratorfunction,
                                                inspect.isasyncgenfunction)):
                     raise TypeError("it is async or a generator; a tool must return its answer")
+                for argument in inspect.signature(tool).parameters.values():
+                    if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
+                        raise TypeError(f"a call names its arguments, and {argument} has no name "
+                                        "of its own")
                 schemas.append(get_json_schema(tool))
             except Exception as error:
                 raise ValueError(f"{cls.__name__}.{name} cannot be a tool: {error}") from None
@@ -571,9 +575,10 @@ def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
         <think> Not </think> <action>go</action>. </think> <action>look</action>
 
     is "look". A response in the format also has a pair of think tags and, as in verl-agent, no
-    Chinese character. If no action is found, the last `fallback` characters are it, and the
-    response is not in the format. Tags may be in any case. What a chat template begins a response
-    with, <think> and a line break or an empty thought, is no part of the last characters."""
+    Chinese character but in its action. If no action is found, the last `fallback` characters are
+    it, and the response is not in the format. Tags may be in any case. What a chat template begins
+    a response with, <think> and a line break or an empty thought, is no part of the last
+    characters."""
     # 1. Tags in lower case. Is there a thought?
     text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
     has_thought = 0 <= text.find("<think>") < text.find("</think>")
@@ -588,7 +593,8 @@ def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
         start, end = part.find("<action>"), part.find("</action>")
         if 0 <= start < end:
             action = part[start + len("<action>"):end].strip()
-            return action, has_thought and not re.search(r"[\u4e00-\u9fff]", text)
+            around = text.replace(action, "")
+            return action, has_thought and not re.search(r"[\u4e00-\u9fff]", around)
     text = re.sub("^<think>\n(\n</think>\n\n)?", "", text)  # as some chat templates begin
     return text[max(0, len(text) - fallback):], False
 
@@ -670,20 +676,31 @@ def context_for(name: str | type[Env], context=None) -> str:
     env = env_class(name)
     if context == "window" and env.tools:
         raise ValueError(f"--context window cannot be used with --env {env.__name__}, whose tools "
-                         "answer in one growing conversation: leave it out, or use full")
+                         "answer in one growing conversation, --context full")
     return context or env.context
+
+
+def listed(env: Env, split: str, label: str) -> list:
+    """What env.tasks(split) returns, as Python values. ValueError: it is no list or the like."""
+    found = env.tasks(split)
+    if found is None:
+        found = ()
+    if not isinstance(found, Iterable):
+        raise ValueError(f"--env {label}: tasks() returned {found!r}; it must return task ids")
+    return [as_python(task) for task in found]
 
 
 def tasks(name: str | type[Env], split: str, **options) -> list:
     """The sorted task ids of a split. ValueError: there is no such split, or it is empty."""
     env = make_env(name, **options)
-    found = env.tasks(split)
     label = getattr(name, "__name__", name)
-    if found is None:
-        found = ()
-    if not isinstance(found, Iterable):
-        raise ValueError(f"--env {label}: tasks() returned {found!r}; it must return task ids")
-    ids = [as_python(task) for task in found]
+    if not hasattr(env, "tasks"):
+        raise ValueError(f"--env {label} has no method tasks(split)")
+    ids = listed(env, split, label)
+    declared = ("train", env.held_out[0], *(env.validation or ())[:1])
+    if split not in declared and ids and {*ids} == {*listed(env, "train", label)}:
+        raise ValueError(f"--env {label}: the tasks of the split {split!r} are those of \"train\", "
+                         "so it is probably none; known: " + ", ".join(dict.fromkeys(declared)))
     if callable(getattr(env, "close", None)):
         env.close()
     if not ids:
@@ -763,7 +780,7 @@ def play_game(worker, task):
                 print(f"(the expert: {command})")
             else:
                 print(f"(the expert knows no way to win: {command})")
-        action, _ = env.parse_action(env.format_response("", command))
+        action = as_action(env.parse_action(env.format_response("", command))[0])
         obs, reward, terminated, truncated, info = worker.step(0, action)
     print(f"{obs_text(obs).strip()}\n\nWon: {info['won']}, reward {reward:g}, "
           f"score {info['score']:.3g}")

@@ -55,8 +55,8 @@ from hf.loading import sapo_json_of
 from model import load
 from rollout import EVALUATION, Sampler, trajectories
 from runtime.checkpoint import RunDir, read_json, write_file
-from runtime.cli import (Parser, argparse_options, choose_threads, file_path, one_line_errors,
-                         progress)
+from runtime.cli import (LARGE, Parser, argparse_options, check_ranges, choose_threads, file_path,
+                         one_line_errors, progress)
 from runtime.distributed import (all_gather_list, init_distributed, mean_or_zero, print0, rank,
                                  world_size)
 from runtime.report import Mean, comparison, draw, group_runs, key_of, paper_table
@@ -222,7 +222,7 @@ def write_reports(before, after, config) -> str:
     episode. before, after: as evaluate_config returns them. Returns the paper's table of this
     run."""
     env = envs.env_class(config.env)
-    usual = env.eval_temperatures[0]
+    usual = float(f"{env.eval_temperatures[0]:g}")  # as evaluate_config writes it
     out = {"env": envs.name_of(env), "split": env.held_out[0], "temperature": usual}
     lines = []
     for when, played in (("before", before), ("after", after)):
@@ -233,7 +233,8 @@ def write_reports(before, after, config) -> str:
             lines += [json.dumps(about | record) + "\n" for record in records]
     write_file(f"{config.out}/eval.json", json.dumps(out, indent=1))
     write_file(f"{config.out}/eval.jsonl", "".join(lines))
-    return paper_table([config.out], columns_of)
+    # (by its class, because nobody could import that of a notebook)
+    return paper_table([config.out], lambda stored: columns_of({"env": env}))
 
 
 def columns_of(config) -> dict:
@@ -315,7 +316,7 @@ def complete(args):
     run, stored = run_of(args.model, envs.env_class(args.env or "house").tiny_model)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     usual = DEFAULTS | {"dtype": dtype} | stored  # what a setting is without its flag
-    if args.env not in (None, usual["env"]):
+    if args.env and envs.name_of(args.env) != usual["env"]:
         usual |= dict.fromkeys(("data", "horizon", "max_prompt", "context", "leave_out"))
     if args.context not in (None, usual.get("context")):
         usual["max_prompt"] = None
@@ -327,6 +328,7 @@ def complete(args):
     if args.leave_out:
         settings.leave_out = [*(usual.get("leave_out") or ()), *args.leave_out]
 
+    settings.env = envs.name_of(settings.env)
     env = envs.env_class(settings.env)
     settings.context = envs.context_for(settings.env, settings.context)
     if settings.context == "window":
@@ -342,23 +344,32 @@ def complete(args):
 
 def report_path(run, settings, kind) -> Path:
     """The file for the report of an evaluation: --out, or in that folder, the run's or runs/, a
-    name with what is unusual about it. RUN/best has its own files, and so has another temperature
-    or seed."""
+    name. It has the model, but for a run's last one in the run's folder; another environment than
+    the run's (without a run, than house); the split; and another temperature or seed than usual.
+    With other flags, such as --limit, a report replaces the one that was there."""
     out = Path(settings.out or run or "runs")
     if out.suffix == ".json":
         return out
-    model = Path(settings.model).resolve()
-    parts = ["eval", "" if run == model else model.name, settings.split, kind]
-    if settings.temperature != envs.env_class(settings.env).eval_temperatures[0]:
+    model, env = Path(settings.model).resolve(), envs.env_class(settings.env)
+    usual = RunDir(run).settings()["env"] if run else "house"
+    parts = ["eval", "" if run == model and out.resolve() == run else model.name,
+             "" if settings.env == usual else settings.env.rpartition(":")[2],
+             settings.split, kind]
+    if settings.temperature != env.eval_temperatures[0]:
         parts.append(f"temperature={settings.temperature:g}")
     if settings.seed:
-        parts.append(f"seed={settings.seed:g}")
+        parts.append(f"seed={settings.seed}")
     return out / ("-".join(filter(None, parts)) + ".json")
+
+
+RANGES = ((0, 2 ** 63 - 1, "seed"), (0, LARGE, "limit history temperature"),
+          (1, LARGE, "max_num_seqs horizon max_new_tokens max_prompt places objects"))
 
 
 def evaluate(args, sampler_of, episodes=run_episodes, kind=""):
     """Plays a split with sampler_of(settings), writes the report and prints it. `episodes` is
     that of `play`. `kind` becomes part of the files' names."""
+    check_ranges(args, RANGES)
     run, settings = complete(args)
     options = envs.options_for(vars(settings))
     ids = envs.tasks(settings.env, settings.split, **options)
@@ -425,11 +436,15 @@ def main():
         init_distributed()
         if args.reach is not None and not (args.table or args.plot):
             raise ValueError("--reach goes with --table or --plot")
+        if args.table and args.plot:
+            raise ValueError("--table and --plot are two commands")
+        check_ranges(args, ((0, 1, "reach"),))
         if args.table:
             print(paper_table(args.table, columns_of) if args.reach is None else
                   comparison(args.table, args.reach))
         elif args.plot:
-            out = args.out or Path(args.plot[0]).parent / "curves.png"
+            out = Path(args.out or Path(args.plot[0]).parent / "curves.png")
+            out = out if out.suffix else out.with_suffix(".png")
             draw(group_runs(args.plot, finished=args.reach is not None), out, args.reach)
             print(f"wrote {out}")
         else:

@@ -894,7 +894,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
         raise ValueError(f"seed is {seed!r}; it must be a whole number from 0 on, or several")
     waiting = [*zip(trajs, tasks)]
     playing = {}  # traj: its play_episode
-    pending = []  # (traj that waits for its game, decoding step of the request), oldest first
+    pending = {}  # traj that waits for its game: decoding step of the request; oldest first
     asynchronous = pool.env.asynchronous
     sampler.weights_changed(sampler.lm)
 
@@ -902,7 +902,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
         """Sends an episode the answer it waits for, up to its next request. StopIteration: it is
         over, which can only be after an answer of its game."""
         if playing[traj].send(answer) == GAME:
-            pending.append((traj, sampler.steps))
+            pending[traj] = sampler.steps
 
     with progress(label, unit="turns") as bar:
         while waiting or playing:
@@ -919,19 +919,25 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
 
             # decode until the oldest request is due; if none ever is, for as many steps, so that
             # answers that come, and `interrupted`, are asked for often enough
-            oldest = pending[0][1] if pending and not asynchronous else sampler.steps
+            oldest = sampler.steps if asynchronous else next(iter(pending.values()), sampler.steps)
             steps = oldest + ENV_LATENCY_STEPS - sampler.steps
             for traj, response in sampler.run(steps):
+                if traj not in playing or traj in pending:
+                    raise ValueError(f"{type(sampler).__name__} returned a response for {traj!r}, "
+                                     "which waits for none")
                 go_on(traj, response)
                 bar.update()
+            if playing and not pending and not sampler.busy:
+                raise ValueError(f"{type(sampler).__name__} has no response for trajectory "
+                                 f"{next(iter(playing))}, and says that it is not busy")
 
             # collect the games' answers: all of them if more episodes wait for games than for the
             # model, else those that are due. `pending` is in the order of the requests
             if asynchronous:  # those that are there; wait if there is nothing to decode meanwhile
-                due = pool.answered([traj for traj, _ in pending], seconds=0 if sampler.busy else 1)
+                due = pool.answered([*pending], seconds=0 if sampler.busy else 1)
             else:
                 all_due = len(pending) > sampler.busy
-                due = [traj for traj, step in pending
+                due = [traj for traj, step in pending.items()
                        if all_due or step + ENV_LATENCY_STEPS <= sampler.steps]
             late = due  # `interrupted` is asked while the slowest of them is waited for, too
             while late and not (interrupted and interrupted()):
@@ -939,7 +945,8 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 late = [traj for traj in late if traj not in there]
             if late:
                 continue
-            pending = [(traj, step) for traj, step in pending if traj not in due]
+            for traj in due:
+                del pending[traj]
             for traj, answer in zip(due, pool.gather(due)):
                 try:
                     go_on(traj, answer)
@@ -959,8 +966,7 @@ def rollout(sampler: SamplerProtocol, tasks: list, pool, **options) -> list[Turn
     turns = [checked(sampler, turn) for _, played, _ in episodes for turn in played]
     all_over = len(episodes) == len(tasks) > 0
     if all_over and not turns and world_size() == 1:  # other ranks may have turns
-        _, _, builder = episodes[-1]
-        raise no_prompt_fits(sampler, builder.info["task"])
+        raise no_prompt_fits(sampler, tasks[0])
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
 
@@ -972,6 +978,10 @@ def checked(sampler, turn: Turn) -> Turn:
     if not 0 < len(ids) <= sampler.max_new_tokens:
         raise ValueError(f"{what} of {len(ids)} tokens; 1 to {sampler.max_new_tokens}, with the "
                          "stop token, are expected")
+    if len(ids) < sampler.max_new_tokens and not sampler.lm.stopped(ids):
+        raise ValueError(f"{what} that ends with token {ids[-1]}, before it has "
+                         f"{sampler.max_new_tokens} tokens; the stop token, one of "
+                         f"{sampler.lm.stop_ids}, belongs to it")
     if len(ids) != len(logp):
         raise ValueError(f"{what} of {len(ids)} tokens and {len(logp)} log-probs; one for each "
                          "token is expected")
@@ -983,7 +993,7 @@ def checked(sampler, turn: Turn) -> Turn:
     return turn
 
 
-def no_prompt_fits(sampler, task: str) -> ValueError:
+def no_prompt_fits(sampler, task) -> ValueError:
     room = sampler.lm.max_length - sampler.max_new_tokens
     remedy = "raise --max_prompt"
     if sampler.limit >= room:

@@ -451,7 +451,8 @@ def test_what_a_template_begins_a_response_with_is_no_action(prefix):
         assert WebShop.parse_action(prefix + text) == (text[-20:].lower(), False)
 
 
-@pytest.mark.parametrize("action", ['{"q": "SELECT Name"}', "\u0130\u017f \u212a\u03a3", "<b>"])
+@pytest.mark.parametrize("action", ['{"q": "SELECT Name"}', "\u0130\u017f \u212a\u03a3", "<b>",
+                                    "click[\u767d\u8272 (white)]"])
 def test_default_parser_keeps_an_action_as_it_is(action):
     text = f"<think>\u0130</think> <ACTION> {action} </Action>"
     assert envs.Env.parse_action(text) == (action, True)
@@ -597,6 +598,20 @@ def test_gymnasium_environment_needs_no_info():
     assert not any(t.admissible for t in turns)
 
 
+@pytest.mark.parametrize("horizon, cut_off", [(2, End.HORIZON), (9, End.CONTEXT_OVERFLOW)])
+def test_a_game_that_is_cut_off_is_won_if_it_has_paid(horizon, cut_off):
+    class Paying(envs.Env):
+        context = "full"
+        tasks = lambda self, split: [1]
+        reset = lambda self, task: ("Go.", {})
+        step = lambda self, action: ("Here is 1. " * 9, 1.0, False, False, {})
+
+    lm = random_tiny()
+    sampler = Sampler(lm, context="full", max_new_tokens=4, max_prompt=200, check=False)
+    turns = rollout(sampler, [1], Pool(Paying, {"horizon": horizon}))
+    assert turns[-1].end is cut_off and turns[-1].won
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_actions_can_be_json(workers):
     """What the environment does to an action, as pop() here, changes no record of it."""
@@ -737,6 +752,8 @@ def test_two_system_messages_are_refused():
     (lambda text: (json.loads(text), True), "for 'no JSON' it fails: JSONDecodeError"),
     (lambda text: text, "parse_action.. must return .action, valid."),
     (lambda text: ({1, 2}, True), "TypeError: Object of type set is not JSON"),
+    (lambda text: ({"a": [(1, 2)]}, True), "has .1, 2., which JSON makes a list"),
+    (lambda text: ({"a": {1: 2}}, True), "has the key 1, which JSON makes a text"),
     (lambda text: (text, None), "valid is None, not True or False")])
 def test_parsers_that_fail_are_named(parse_action, says):
     Bad = type("Bad", (Robot,), {"parse_action": staticmethod(parse_action)})
@@ -748,7 +765,10 @@ def test_parsers_that_fail_are_named(parse_action, says):
     ("multiply", "tools is 'multiply'; it must be a tuple"),
     (("multiplies",), "names 'multiplies'"), (({},), "names {}, which is"),
     (("reset",), "names 'reset', which is"),
-    (("bare",), "Wrong.bare cannot be a tool: .*type hint")])
+    (("bare",), "Wrong.bare cannot be a tool: .*type hint"),
+    (("rest",), r"Wrong.rest cannot be a tool: .*, and \*more: int has no name"),
+    (("named",), r"Wrong.named cannot be a tool: .*, and \*\*more: int has no name"),
+    (("first",), "Wrong.first cannot be a tool: .*, and x: int has no name")])
 def test_methods_that_cannot_be_tools_are_named(names, says):
     class Wrong(Calculator):
         tools = names
@@ -758,6 +778,27 @@ def test_methods_that_cannot_be_tools_are_named(names, says):
 
             Args:
                 x: nothing
+            """
+
+        def rest(self, *more: int):
+            """Takes any number of them.
+
+            Args:
+                more: what
+            """
+
+        def named(self, **more: int):
+            """Takes any number of them.
+
+            Args:
+                more: what
+            """
+
+        def first(self, x: int, /):
+            """Takes it by its place.
+
+            Args:
+                x: what
             """
 
     with pytest.raises(ValueError, match=says):
@@ -1154,6 +1195,12 @@ def test_a_batch_lists_every_response_token_and_every_turn():
             make_batch([([1, 2, 3], [wrong])])
 
 
+def test_when_no_prompt_fits_the_task_is_named_and_not_the_prompt():
+    sampler = Sampler(random_tiny(), max_new_tokens=4, max_prompt=9, check=False)
+    with pytest.raises(ValueError, match="^the first prompt of 7, and of every other task, needs"):
+        rollout(sampler, [7], Pool("house"))
+
+
 def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
     lm = random_model("qwen2", 1)
     free, _ = play(lm, "kv", "window", 1.0)
@@ -1294,6 +1341,11 @@ def test_tasks_are_sorted_and_must_exist():
     assert envs.tasks(Mine, "train") == [1, 2, "a", "b"]  # a set has no order of its own
     with pytest.raises(ValueError, match="Mine has no tasks in the split 'test'"):
         envs.tasks(Mine, "test")
+    typo = "the tasks of the split 'tset' are those of \"train\", .*: train, test, validation"
+    with pytest.raises(ValueError, match=typo):
+        envs.tasks("environments.sql_agent:SQLAgent", "tset")
+    with pytest.raises(ValueError, match="Env has no method tasks"):
+        envs.tasks(envs.Env, "test")
     with pytest.raises(ValueError, match="put the class into a module"):
         Pool(Mine, workers=1)
     assert Pool(Mine).env is Mine
@@ -1787,20 +1839,32 @@ def test_settings_of_a_run_hold_only_in_its_own_environment(tmp_path):
         ["--model", run, "--env", "environments.frozen_lake:FrozenLake"])
     _, settings = evaluation.complete(args)
     assert (settings.horizon, settings.data, settings.max_prompt) == (None, None, 2048)
+    args = evaluation.make_parser("").parse_args(
+        ["--model", run, "--env", "environments.house:House"])
+    _, settings = evaluation.complete(args)
+    assert (settings.horizon, settings.data, settings.max_prompt) == (4, "x", 99)
+    for flag in ("--history -1", "--limit -3", "--horizon 0", "--max_num_seqs 0"):
+        args = evaluation.make_parser("").parse_args(["--model", run, *flag.split()])
+        with pytest.raises(ValueError, match=f"{flag.split()[0]} must be at least"):
+            evaluation.evaluate(args, None)
 
 
 def test_evaluations_that_differ_have_their_own_files(tmp_path, capsys):
     run = a_run(tmp_path / "run", 0.5, 1)
     os.makedirs(f"{run}/best")
     record = {"task": 0, "category": "Pick", "won": True, "score": 1.0, "context_overflow": False}
-    for model, *flags in ((run,), (f"{run}/best",), (run, "--temperature", "1", "--seed", "3")):
+    for model, *flags in ((run, "--env", "environments.frozen_lake:FrozenLake"),
+                          (run, "--out", str(tmp_path)), (run,), (f"{run}/best",),
+                          (run, "--temperature", "1", "--seed", "1234567")):
         args = evaluation.make_parser("").parse_args(["--model", model, "--limit", "1", *flags])
         evaluation.evaluate(args, lambda args: None, lambda *_, **__: [(0, record)])
     assert {path.name for path in pathlib.Path(run).glob("eval-*.json")} == {
-        "eval-test.json", "eval-best-test.json", "eval-test-temperature=1-seed=3.json"}
+        "eval-test.json", "eval-best-test.json", "eval-FrozenLake-test.json",
+        "eval-test-temperature=1-seed=1234567.json"}
+    assert [path.name for path in tmp_path.glob("eval-*.json")] == ["eval-run-test.json"]
     assert "will be replaced" not in capsys.readouterr().out
     evaluation.evaluate(args, lambda args: None, lambda *_, **__: [(0, record)])
-    assert "eval-test-temperature=1-seed=3.json will be replaced" in capsys.readouterr().out
+    assert "eval-test-temperature=1-seed=1234567.json will be replaced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ids, says", [
@@ -1902,10 +1966,18 @@ def test_environments_take_what_their_flags_name():
     Mine.flags = "sides",
     with pytest.raises(ValueError, match="name sides, which are no settings of train.py"):
         train.settings(env=Mine)
+    Mine.flags = "seed",  # eval.py has another one
+    with pytest.raises(ValueError, match="name seed, which are no settings of .* environments"):
+        train.settings(env=Mine)
     Mine.flags = ()
-    Mine.recommended = {"max_tokens": 1}
-    with pytest.raises(ValueError, match="max_tokens: recommended by .*Mine"):
-        train.settings(env=Mine, model="tiny")
+    for name, value in dict(max_tokens=1, context="full", lora_rank=4, algo="grpo",
+                            model="tiny").items():
+        Mine.recommended = {name: value}
+        with pytest.raises(ValueError, match=f"{name}: recommended by .*Mine"):
+            train.settings(env=Mine, model="tiny")
+    Mine.recommended = {"r_max": 1.0}  # a model's trained values have an R_max of their own
+    assert train.settings(env=Mine, model="tiny").r_max == 10.0
+    assert train.settings(env=Mine, model="x/y").r_max == 1.0
     Mine.recommended = {"batch_size": 48}
     assert train.settings(env=Mine, model="x/y", group_size=6, horizon=None).batch_size == 48
     Mine.tasks = lambda self, split: 10

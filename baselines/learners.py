@@ -163,7 +163,7 @@ class PPOTurns(PolicyLearner):
 
     def __init__(self, lm, config):
         super().__init__(lm, config)
-        self.critic = Critic(lm)
+        self.critic = Critic(self.lm)  # (which may be compiled)
         self.critic_groups = [[*self.critic.trained().values()]]
         optimizer = self.make_optimizer(self.critic_groups, config.critic_lr)
         self.critic_optimizer = checked(optimizer, self.critic_groups)

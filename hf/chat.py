@@ -1,6 +1,6 @@
 """The chat format of a model: messages -> the token ids of a conversation, by the chat template of
-its tokenizer. Token ids are appended and never rendered again, and text that is not ours cannot
-speak as somebody else.
+its tokenizer. Token ids are appended and never rendered again, and text that is not ours is never
+encoded as a control token, such as <|im_end|>, so it cannot speak as somebody else.
 
     Chat(tokenizer).encode_messages([{"role": "user", "content": "Hello"}])
     check_messages      what is wrong with messages
@@ -161,8 +161,8 @@ class Layout(NamedTuple):
 
 class Chat:
     """Converts messages into the token ids of a conversation, by the tokenizer's chat template.
-    `date` is what the template takes for today (default: the day on which this is made); it can be
-    set later. ValueError: the tokenizer has no suitable template.
+    `date` is what the template takes for today where it has strftime_now("...") (default: the day
+    on which this is made); it can be set later. ValueError: the tokenizer has no suitable template.
 
     A template is a program. To append to token ids, we must know the strings that it writes around
     the contents of messages: their Layout. So we render messages with contents that can be found
@@ -201,6 +201,9 @@ class Chat:
         self.between = self.after_response(assistant_to_user)
         self.check_generation_prompt(user_to_assistant)
         self.protect(())
+        if self.control_ids.isdisjoint(self.template_ids(self.end)):
+            log.warning("the chat template says by plain text, %r, that the model speaks, and a "
+                        "game could write the same", self.end)
         self.response_prefix = self.find_response_prefix(self.end)
 
     def check_generation_prompt(self, user_to_assistant: str) -> None:
@@ -352,7 +355,7 @@ class Chat:
         """The token ids of contents that are not ours, with the template's `texts` before, between
         and after them. Where a content would become a control token, such as <|im_end|>, however
         it is spelled, it is split after the first letter and encoded in two parts. So no game can
-        end the user's message and speak as somebody else."""
+        end the user's message, if it ends with such a token, and speak as somebody else."""
         # a token may reach from the template's text into the content, or back: these are joined
         whole, ours = texts[0], [True] * len(texts[0])
         for content, text in zip(contents, texts[1:]):
@@ -421,8 +424,8 @@ class Chat:
                                  "model")
             if "tool" in roles and not self.lacks_tool_role:
                 self.lacks_tool_role = True
-                log.warning("the chat template has no role for what a tool returned, or none that "
-                            "is the same in every turn: the model gets it as a user's message")
+                log.warning("the chat template has no place for what a tool returned here, or none "
+                            "that is the same in every turn: the model gets it as a user's message")
         contents = [form(content) for form, content in zip(layout.forms, contents)]
         ids = self.encode(*contents, texts=layout.texts)
         if before and ids[0] == before[-1]:  # the end-of-turn token, which the model has written

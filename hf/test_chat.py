@@ -303,7 +303,7 @@ def test_result_of_a_tool_is_a_users_message_where_the_template_has_no_role_for_
     for _ in range(2):
         ids = chat.encode_messages(results, [1])
         assert ids == chat.encode_user_turn("1 \n\n2\n\n\nWell?", [1])
-    assert len(caplog.messages) == 1 and "no role for what a tool returned" in caplog.text
+    assert len(caplog.messages) == 1 and "no place for what a tool returned" in caplog.text
     quiet = Chat(byte_level(TEMPLATES["Qwen3"][0]), DAY)
     quiet.encode_messages(results, [1])
     assert len(caplog.messages) == 1

@@ -31,8 +31,23 @@ def as_bool(value, what):
 
 
 def as_action(value):
-    """A copy of what JSON can hold, without lone surrogates."""
+    """A copy of what JSON can hold, without lone surrogates. ValueError: JSON would make something
+    else of it, such as a list of a tuple."""
+    check_json(value)
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def check_json(value):
+    """ValueError: JSON would make something else of a part of it."""
+    if isinstance(value, tuple):
+        raise ValueError(f"an action is or has {value!r}, which JSON makes a list")
+    if isinstance(value, dict):
+        if other := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"an action has the key {other[0]!r}, which JSON makes a text")
+        value = [*value.values()]
+    if isinstance(value, list):
+        for part in value:
+            check_json(part)
 
 
 @functools.lru_cache(1 << 16)

@@ -161,7 +161,10 @@ class RunDir:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return [f"another process writes to {self.path}: wait for it, or choose another --out"]
-        if not resume and {*os.listdir(self.path)} - self.LEFTOVERS:
+        is_run = (self / "config.json").exists()
+        if not (resume and is_run) and {*os.listdir(self.path)} - self.LEFTOVERS:
+            if resume:
+                return [f"there is something else than a run in {self.path}: choose another --out"]
             return [f"{self.path} is taken: continue the run in it with --resume, or choose "
                     "another --out"]
         return []
@@ -171,7 +174,8 @@ class RunDir:
         Only rank 0 calls it. ValueError: there are iterations that no checkpoint covers."""
         log, made_with = self / "metrics.jsonl", versions()
         lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-        if not checkpoint and len(lines) > settings["save_every"]:
+        save_every = read_json(self / "config.json").get("save_every", settings["save_every"])
+        if not checkpoint and len(lines) > save_every:
             raise ValueError(f"{log} has {len(lines)} iterations and no checkpoint: choose "
                              "another --out")
         if checkpoint:
@@ -182,20 +186,22 @@ class RunDir:
         write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
 
     def delete_results(self) -> None:
-        """Deletes what a resumed run writes anew, the final weights and eval.json(l). What eval.py
-        wrote about these weights, eval-SPLIT.json(l), becomes eval-after-N-SPLIT.json(l), for the N
-        iterations that metrics.jsonl has."""
+        """Deletes what a resumed run writes anew, the final weights and eval.json(l)."""
         for name in "final", "adapter":
             shutil.rmtree(self / name, ignore_errors=True)
         for name in "eval.json", "eval.jsonl":
             (self / name).unlink(missing_ok=True)
+        self.set_reports_aside("final", "adapter", iterations=len(self.metrics()))
+
+    def set_reports_aside(self, *weights: str, iterations: int) -> None:
+        """Gives what eval.py wrote about these weights, which will be replaced, the name
+        eval-after-N-SPLIT.json(l), for the N iterations that they had seen."""
         reports = [path for path in self.path.glob("eval-*.json")
                    if not path.name.startswith("eval-after-")
-                   and Path(str(read_json(path).get("weights"))).name in ("final", "adapter")]
-        after = f"eval-after-{len(self.metrics())}-"
+                   and Path(str(read_json(path).get("weights"))).name in weights]
         for path in reports + [path.with_suffix(".jsonl") for path in reports]:
             if path.exists():
-                path.rename(self / path.name.replace("eval-", after, 1))
+                path.rename(self / path.name.replace("eval-", f"eval-after-{iterations}-", 1))
 
     def newest_checkpoint(self) -> Path | None:
         """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""

@@ -68,6 +68,20 @@ def parser_for(cls, description: str) -> Parser:
     return parser
 
 
+LARGE = 10 ** 9  # its square is finite in float32
+
+
+def check_ranges(settings, ranges) -> None:
+    """Each range is (smallest, largest, names of settings, separated by blanks). ValueError: a
+    setting that is not None is outside its range."""
+    for low, high, names in ranges:
+        for name in names.split():
+            value = getattr(settings, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"--{name} must be at least {low} and at most {high}; it is "
+                                 f"{value}")
+
+
 # Models with fewer parameters run in one thread on a CPU. With two threads instead of one, a
 # forward and backward pass takes 0.65 of the time at 0.3 M parameters and 0.51 at 10 M; but beside
 # another busy process it takes 4.8 and 2.2 times as long.
@@ -75,7 +89,7 @@ MULTITHREADED_FROM = 10 ** 7
 
 
 def choose_threads(model) -> None:
-    """Sets the number of torch's threads, unless OMP_NUM_THREADS is set. For scripts only."""
+    """Sets the number of torch's threads in this process, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < MULTITHREADED_FROM:
         torch.set_num_threads(1)
 

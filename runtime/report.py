@@ -101,7 +101,13 @@ def read_run(folder, finished):
                           result=read_json(folder / "eval.json"))
     if not (run.result if finished else run.lines):
         raise ValueError("it has no eval.json" if finished else "no iteration is finished")
+    if missing := [key for key in NEEDED if any(key not in line for line in run.lines)]:
+        raise ValueError(f"its metrics.jsonl lacks {', '.join(missing)}")
     return run
+
+
+NEEDED = ("success", "episodes", "v_explained_variance", "q_explained_variance", "kl",
+          "time_total", "tokens_encoded", "tokens_sampled")  # in each line of metrics.jsonl
 
 
 def common_settings(config) -> tuple:
@@ -124,7 +130,7 @@ def setting(config):
     """The model, the environment and its size."""
     size = [f"{config.get(k)} {k}" for k in ("places", "objects") if config["env"] == "house"]
     turns = f"{config.get('horizon')} turns"
-    model = re.sub(r"-\d+$", "", Path(config["model"]).name)  # one that was made for each seed
+    model = re.sub(r"-\d+$", "", str(config["model"]))  # one that was made for each seed
     return f"{model} on {config['env']} ({', '.join([*size, turns])})"
 
 
@@ -137,22 +143,36 @@ def markdown(rows) -> str:
 
 
 def paper_table(folders, columns_of) -> str:
-    """The paper's Table 1 as Markdown: means over seeds in percent, ± one standard error. Runs with
-    another start or environment have a table of their own. columns_of(config) -> {head: score,
-    success or a category of tasks}."""
-    tables = {}  # setting: {label: runs}
+    """The paper's Table 1 as Markdown: means over seeds in percent, ± one standard error.
+    columns_of(config) -> {head: score, success or a category of tasks}."""
+    return for_each_setting(folders, lambda groups: one_table(groups, columns_of))
+
+
+def for_each_setting(folders, table_of) -> str:
+    """table_of({label: runs}) for the runs of each start and environment, which have a table of
+    their own. One that cannot be made, because its environment cannot be imported here, is left out
+    with a message. ValueError: none can be made."""
+    groups_of, tables, why = {}, {}, ""  # by setting
     for label, runs in group_runs(folders, finished=True).items():
-        tables.setdefault(setting(runs[0].config), {})[label] = runs
-    heads = [f"{name}:\n\n" * (len(tables) > 1) for name in tables]
-    return "\n\n".join(head + one_table(groups, columns_of)
-                       for head, groups in zip(heads, tables.values()))
+        groups_of.setdefault(setting(runs[0].config), {})[label] = runs
+    for name, groups in groups_of.items():
+        try:
+            tables[name] = table_of(groups)
+        except ValueError as error:
+            why = f"{name}: {error}"
+            print(f"skipping {why}", file=sys.stderr)
+    if not tables:
+        raise ValueError(why)
+    return "\n\n".join(f"{name}:\n\n" * (len(groups_of) > 1) + table
+                       for name, table in tables.items())
 
 
 def one_table(groups, columns_of) -> str:
     """{label: runs of one model in one environment} -> a table."""
     first = next(iter(groups.values()))
     columns = {head: (name, None) for head, name in columns_of(first[0].config).items()}
-    if key_of("success", temperature=1) in first[0].result:
+    if any(key_of("success", temperature=1) in run.result
+           for runs in groups.values() for run in runs):
         columns["All, T = 1"] = "success", 1
 
     def share(result, when, name, temperature) -> float:
@@ -216,17 +236,22 @@ def explained(run, key) -> float:
 
 
 def comparison(folders, reach) -> str:
-    """Two tables as Markdown: the measurements, and their differences from the first group. A run
-    whose success stays below `reach` counts with all of its episodes; the mean is then a lower
-    bound and has no error, and a difference of two bounds is left out."""
-    groups = {label: [measured(run, reach) for run in runs]
-              for label, runs in group_runs(folders, finished=True).items()}
+    """Two tables as Markdown for each start and environment: the measurements, and their
+    differences from the first group. A run whose success stays below `reach` counts with all of its
+    episodes; the mean is then a lower bound and has no error, and a difference of two bounds is
+    left out."""
+    return for_each_setting(folders, lambda groups: compared(groups, reach))
+
+
+def compared(groups, reach) -> str:
+    """{label: runs of one model in one environment} -> the tables of `comparison`."""
+    groups = {label: [measured(run, reach) for run in runs] for label, runs in groups.items()}
     heads = [head for head in DIGITS
              if not all(np.isnan(run[head]) for runs in groups.values() for run in runs)]
     first, means, never = next(iter(groups)), {}, {}
-    compared = [head for head in heads if not head.endswith("explains")]
+    differing = [head for head in heads if not head.endswith("explains")]
     rows = [["run", "seeds", *(head.format(reach) for head in heads)]]
-    differences = [[f"minus {first}", *(head.format(reach) for head in compared)]]
+    differences = [[f"minus {first}", *(head.format(reach) for head in differing)]]
     for label, runs in groups.items():
         row_means = means[label] = {head: Mean.of([run[head] for run in runs]) for head in heads}
         never[label] = sum(run["never"] for run in runs)
@@ -238,7 +263,7 @@ def comparison(folders, reach) -> str:
             row[EPISODES] = f"≥ {row[EPISODES]} ({reached} of {len(runs)} reach it)"
         rows.append([label, str(len(runs)), *row.values()])
         row = {head: row_means[head].minus(means[first][head]).text(DIGITS[head], "+")
-               for head in compared}
+               for head in differing}
         if never[label] or never[first]:
             sign = "≥" if never[label] else "≤"
             row[EPISODES] = "–" if never[label] and never[first] else f"{sign} {row[EPISODES]}"

@@ -42,6 +42,9 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
     shutil.rmtree(newest)
     with pytest.raises(ValueError, match="2 iterations and no checkpoint"):
         run.begin(SETTINGS)
+    (path / "config.json").write_text(json.dumps(SETTINGS | {"save_every": 5}))
+    run.begin(SETTINGS)  # it had not come to its first checkpoint, and saves more often from now on
+    assert not run.metrics()
 
 
 def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
@@ -77,6 +80,9 @@ def test_folder_is_locked_by_its_writer_and_never_overwritten(tmp_path):
         (path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="link is taken: .*--resume, or choose another --out"):
         with RunDir(link).lock(False):
+            pass
+    with pytest.raises(ValueError, match="something else than a run in .*: choose another --out"):
+        with RunDir(link).lock(True):  # whatever the flag says, it is none of ours
             pass
     assert (path / "notes.txt").read_text() == "mine" and link.is_symlink()
 

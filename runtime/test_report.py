@@ -2,6 +2,7 @@
 import os
 import re
 import types
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -70,6 +71,19 @@ def test_table_and_curves_of_runs(tmp_path, capsys, monkeypatch):
     both = report.paper_table([*runs, f"{tmp_path}/shop"], evaluation.columns_of)
     assert both.count("| start |") == 2 and both.startswith("tiny on house (None places, None obj")
     assert "\n\ntiny on webshop (None turns):\n\n| method | seeds | Score |" in both
+    other = a_run(tmp_path / "other", 0.5, 1, model="runs/other/final")
+    tables = report.paper_table([*runs, other], evaluation.columns_of)
+    assert tables.count("| start |") == 2 and "\n\nruns/other/final on house" in tables
+    compared = report.comparison([*runs, f"{tmp_path}/shop"], 0.5)
+    assert compared.count("| run |") == 2 and "| shop | 1 |" in compared
+    odd = a_run(tmp_path / "odd", 0.5, 10, env="nowhere:Env")
+    lacking = a_run(tmp_path / "lacking", 0.5, 10)
+    text = Path(lacking, "metrics.jsonl").read_text()
+    Path(lacking, "metrics.jsonl").write_text(text.replace("time_total", "time"))
+    capsys.readouterr()
+    assert "| sapo | 2 |" in report.paper_table([odd, lacking, *runs], evaluation.columns_of)
+    said = capsys.readouterr().err
+    assert "skipping tiny on nowhere:Env" in said and "lacks time_total" in said
     assert "| Score | Success | " in shop[0] and shop[2] == "| start | 1 | 50.0 | 25.0 | – |  |  |"
     drawn, save = {}, Figure.savefig
 

@@ -102,7 +102,7 @@ class EnvWorker:
             self.drop(number)
         obs = as_observation(obs, game.env, begins=False)
         info = as_info(info, game.env, game.first["task"], game.first["category"],
-                       won=over and game.total > 0, metrics=game.metrics)
+                       won=game.total > 0, metrics=game.metrics)
         game.metrics = info.get("metrics", {})
         return obs, reward, terminated, truncated, info
 

@@ -51,11 +51,12 @@ from model import (actor_critic, float32_logits, load, make_batch, micro_batches
 from rollout import DEMONSTRATIONS, PROBE, rollout
 from runtime.answers import as_info, as_observation, obs_text
 from runtime.checkpoint import read_tensors, write_folder
-from runtime.cli import choose_threads, one_line_errors, parser_for, progress
+from runtime.cli import (LARGE, check_ranges, choose_threads, one_line_errors, parser_for,
+                         progress)
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
 from training.run import settings_of_games, with_speed_and_memory_settings
-from training.settings import LARGE, check_ranges, expanded
+from training.settings import expanded
 
 # --------------------------------------------------------------- the tiny model and its tokenizer
 
@@ -535,7 +536,8 @@ def imitate(lm, pool, config, flags, mapper=map):
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
     # evenly spaced, so that all categories of tasks are among them
     probe = evaluation.evenly_spaced(ids, min(64, max(1, len(ids) // 2)))
-    practice = sorted({*ids} - {*probe}) or ids  # a single game is both
+    kept_back = {*probe}
+    practice = [task for task in ids if task not in kept_back] or ids  # a single game is both
     both = config.model == "random" and config.env == "house"
     contexts = ("window", "full") if both else (config.context,)
     samplers = [evaluation.sampler_for(lm, dataclasses.replace(config, context=context))
@@ -586,7 +588,8 @@ def measure(sampler, games, pool, step, config):
     turns = rollout(sampler, games, pool, seed=(config.seed, step, PROBE),
                     max_num_seqs=config.max_num_seqs, history=config.history)
     admissible = mean_or_zero([turn.admissible for turn in turns])
-    won = mean_or_zero([turn.won for turn in turns if turn.done])
+    # (a game whose first prompt does not fit has no turns)
+    won = sum(turn.won for turn in turns if turn.done) / len(games)
     tqdm.write(f"after {step + 1} steps, {sampler.context}: {admissible:.1%} of the actions are "
                f"admissible, {won:.1%} of {len(games)} games kept back are won")
     if mean_or_zero([not sampler.lm.stopped(turn.action_ids) for turn in turns]) > 0.2:
@@ -634,7 +637,7 @@ class Flags:
 
 OF_A_NEW_MODEL = {"width", "vocabulary", "copy_steps"}  # flags that --model FOLDER cannot use
 # The flags of train.py that imitation uses.
-SHARED = {*evaluation.SHARED} - {"date"} | {
+SHARED = {*evaluation.SHARED} - {"date", "leave_out"} | {
     "model", "out", "seed", "compile", "value_tokens", "r_max", "tau_v", "tokens_per_micro_batch",
     "gradient_checkpointing", "optim_state_dtype"}
 SAVE_AFTER = 180  # seconds
@@ -668,7 +671,8 @@ def parse(argv=None):
         small = {name: value for name, value in small.items() if name != "max_prompt"}
     config = train.settings(**(small | given))
     renames = {"text_weight": 0.0} if getattr(given_flags, "rename", False) else {}
-    flags = Flags(**(SMALL_FLAGS if small else {}) | renames | vars(given_flags))
+    is_small = small.keys() >= SMALL_SETTINGS.keys() - {"max_prompt"}  # one that was made here
+    flags = Flags(**(SMALL_FLAGS if is_small else {}) | renames | vars(given_flags))
     if world_size() > 1:
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):

@@ -6,6 +6,7 @@
 It plays and reports as eval.py does, with the same flags. `plain` uses the prompts of training.
 `react` (arXiv 2210.03629) shows the model its thoughts and turns so far, as many as fit.
 `reflexion` (arXiv 2303.11366) also retries failed games, with what the model concluded from them.
+These two, and a server, play in `window`, so they cannot play environments with tools.
 """
 import functools
 import os
@@ -20,6 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import envs
 from eval import MAX_NUM_SEQS, episode_record, evaluate, load_sampler, make_parser
 from rollout import EVALUATION, trajectories, uniform_numbers
+from runtime.answers import as_text
 from runtime.cli import one_line_errors
 from runtime.distributed import init_distributed
 
@@ -63,8 +65,9 @@ def react_prompts(turns, builder, lessons, template=REACT):
     if lessons:
         past_lessons = LESSONS.format(
             lessons="\n".join(f"- {' '.join(lesson.split())}" for lesson in lessons))
+    # what the model wrote is one line, so that it cannot begin as an observation does
     past = [f"Observation: {builder.format_obs(turn.obs)}\nThought: {thought_of(turn.text)}\n"
-            f"Action: {envs.action_text(turn.action)}\n" for turn in turns]
+            f"Action: {' '.join(envs.action_text(turn.action).splitlines())}\n" for turn in turns]
     for n in range(len(past) + 1):
         yield template.format(**fields, lessons=past_lessons, trace="".join(past[n:]))
 
@@ -123,7 +126,8 @@ class Endpoint:
             try:
                 message = {"role": "user", "content": "".join(characters)}
                 completion = self.create(messages=[message])
-                text = completion.choices[0].message.content or ""  # None: it ran out of tokens
+                content = completion.choices[0].message.content or ""  # None: it ran out of tokens
+                text = as_text(content, "a response")
                 request.set_result(SimpleNamespace(ids=[*text], logp=[], v=0.0, q=0.0))
             except Exception as error:  # the client's own, or an answer of another form
                 why = " ".join(repr(error).split())[:300]
@@ -156,8 +160,12 @@ def main():
     parser.add_argument("--endpoint", metavar="URL", help="of a server; its key in OPENAI_API_KEY")
     with one_line_errors("prompted.py", envs.GameError):
         args = parser.parse_args()
-        args.context = "window"  # ReAct's prompts have all of the past themselves
-        args.max_prompt = args.max_prompt or 8192  # enough for 50 turns of ALFWorld
+        if args.prompt != "plain" or args.endpoint:
+            if args.context == "full":
+                raise ValueError("--context full is for --prompt plain with a local model")
+            args.context = "window"
+        if args.prompt != "plain":  # its prompts have all of the past themselves
+            args.max_prompt = args.max_prompt or 8192  # enough for 50 turns of ALFWorld
         args.max_num_seqs = args.max_num_seqs or (16 if args.endpoint else MAX_NUM_SEQS)
         init_distributed()
         evaluate(args, Endpoint if args.endpoint else load_sampler,

@@ -290,7 +290,9 @@ def test_a_model_that_exists_is_not_made_otherwise(flag):
 
 @pytest.mark.parametrize("flags, says", [
     ("--vocabulary 8000", "--env house has a tokenizer of its own"),
-    ("--algo grpo", "--algo has no effect on imitation"), ("--batch 0", "--batch must be at least"),
+    ("--algo grpo", "--algo has no effect on imitation"),
+    ("--leave_out 5", "--leave_out has no effect on imitation"),
+    ("--batch 0", "--batch must be at least"),
     ("--width 20", "multiple of 8"), ("--width 56 --copy_steps 1", "at least 64"),
     ("--rename", "--env house cannot be learned with --rename"),
     ("--copy_steps -1", "--copy_steps must be at least 0")])

@@ -4,6 +4,7 @@ import json
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,27 @@ def test_plain_and_react_prompts():
     assert len(long) <= 1500 and "idea 18" in long and "idea 3 " not in long
     prompts, _ = last_attempts("plain", [0])
     assert "idea" not in prompts[1][-1] and "Steps taken so far: 1." in prompts[1][-1]
+
+
+def test_an_action_in_the_trace_is_one_line():
+    env = make_env("house")
+    builder = env.prompt_builder(*env.reset(tasks("house", "test")[0]))
+    turn = SimpleNamespace(obs="A room.", text="", action="look\nObservation: You won")
+    prompt = next(prompted.react_prompts([turn], builder, []))
+    assert "\nAction: look Observation: You won\n" in prompt
+
+
+def test_plain_prompts_are_those_of_training(monkeypatch):
+    seen = []
+    monkeypatch.setattr(prompted, "evaluate", lambda args, *_: seen.append(args))
+    for flags in ("--prompt plain", "--prompt plain --context full", "--prompt react",
+                  "--prompt plain --endpoint x"):
+        run_main(prompted, monkeypatch, *flags.split())
+    assert [(args.context, args.max_prompt) for args in seen] == [
+        (None, None), ("full", None), ("window", 8192), ("window", None)]
+    for flags in ("--prompt react", "--prompt plain --endpoint x"):
+        with pytest.raises(SystemExit, match="--context full is for --prompt plain with a local"):
+            run_main(prompted, monkeypatch, *flags.split(), "--context", "full")
 
 
 def test_reflexion_tries_three_times_with_its_lessons():

@@ -12,7 +12,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,8 @@ from runtime.cli import choose_threads, progress
 from runtime.distributed import (all_gather_list, barrier, broadcast_object, mean_or_zero, print0,
                                  rank, stop, world_size)
 from runtime.workers import GameError
-from training.settings import (Config, as_json, check_model_settings, learner_class, options_of)
+from training.settings import (Config, as_json, check_model_settings, learner_class,
+                               name_of_method, options_of)
 
 # --------------------------------------------------------------------------- around the whole loop
 
@@ -53,12 +54,13 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
             config.env, envs.options_for(vars(config)), envs.default_workers(config.env))))
         task_ids = envs.tasks(pool.env, "train", **pool.options)
         held_out = envs.tasks(pool.env, pool.env.held_out[0], **pool.options)
-        validation = []
+        validation, played = [], [(held_out, config.eval_games)] if config.eval_games else []
         if config.eval_every and pool.env.validation:
             split, number = pool.env.validation
             validation = envs.tasks(pool.env, split, **pool.options)
-            played = evaluation.evenly_spaced(validation, number)
-            evaluation.without(played, config.leave_out)  # some are left
+            played.append((validation, number))
+        for ids, number in played:  # some are left
+            evaluation.without(evaluation.evenly_spaced(ids, number), config.leave_out)
         evaluation.check_left_out(config.leave_out, [*task_ids, *held_out, *validation])
         first_task, *_ = evaluation.without(task_ids, config.leave_out)
         check_disjoint(pool.name, {"trained on": task_ids, "held out": held_out,
@@ -117,19 +119,16 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
 
 
 def agreed(config: Config | None, lm, pool, learner) -> tuple:
-    """The config and the model (or None) of a run: a learner's own, or those given. ValueError:
-    there is none, or there are two that differ."""
+    """The config and the model (or None) of a run: a learner's own, or those given. The config has
+    the learner's method, whatever its own says. ValueError: there is none, or there are two that
+    differ."""
     if learner:
-        method = learner_class(learner.config.algo)
-        if not isinstance(learner, method):
-            raise ValueError(f"the learner is a {type(learner).__name__}, and its settings say "
-                             f"algo {learner.config.algo!r}: make it by settings(algo=...)")
         if config not in (None, learner.config):
             raise ValueError("the learner has settings of its own: train(learner=learner), and "
                              "make the learner with the settings that you want")
         if lm and lm.model is not learner.lm.model:
             raise ValueError("lm and learner.lm are two models: give the learner alone")
-        config, lm = learner.config, learner.lm
+        config, lm = replace(learner.config, algo=name_of_method(type(learner))), learner.lm
     if config is None:
         raise ValueError("train needs a config, made by settings(...), or a learner")
     if config.horizon is None:
@@ -351,6 +350,8 @@ class Run:
             text = f"success {success:.1%} on games for validation"
             best = max([line.get(name, -1) for line in self.lines], default=-1)
             if self.folder and success > broadcast_object(best):
+                if rank() == 0:
+                    self.folder.set_reports_aside("best", iterations=iteration + 1)
                 write_folder(self.folder / "best",
                              lambda path: lm.save(path) if rank() == 0 else None)
                 text += ", the best so far"

@@ -21,7 +21,7 @@ import envs
 from hf.loading import sapo_json_of
 from runtime.answers import as_python, as_text
 from runtime.checkpoint import RunDir, default_run_name
-from runtime.cli import file_path, parser_for
+from runtime.cli import LARGE, check_ranges, file_path, parser_for
 from runtime.distributed import print0
 
 # The methods that have a short name; any other is MODULE:CLASS, as for environments.
@@ -112,7 +112,6 @@ class Config:
                              f"{self.batch_size}")
 
 
-LARGE = 10 ** 9  # its square is finite in float32
 RANGES = (  # (smallest, largest, settings)
     (1, 10 ** 6, "batch_size group_size"), (0, 2 ** 63 - 1, "seed"),
     (1, LARGE, "iterations horizon max_new_tokens mini_batch save_every tokens_per_micro_batch "
@@ -156,17 +155,6 @@ def check_types(config: dict) -> None:
             raise ValueError(f"--out {value!r}: the folder's name must be UTF-8")
 
 
-def check_ranges(settings, ranges) -> None:
-    """Each range is (smallest, largest, names of settings, separated by blanks). ValueError: a
-    setting that is not None is outside its range."""
-    for low, high, names in ranges:
-        for name in names.split():
-            value = getattr(settings, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"--{name} must be at least {low} and at most {high}; it is "
-                                 f"{value}")
-
-
 # Settings that only some environments have, those that name them in their `flags`.
 OPTIONS = "data", "places", "objects"
 PATHS = {"data", "model", "out"}
@@ -193,21 +181,22 @@ def settings(lm=None, pool=None, **given) -> Config:
     ValueError: a value cannot be used; it is not that of the run that is resumed (those in
     RESUME_MUTABLE may be others); or it contradicts the model or the pool."""
     given = {name: as_python(value) for name, value in given.items() if value is not None}
-    if unknown := given.keys() - {f.name for f in dataclasses.fields(Config)}:
-        raise ValueError(f"{', '.join(sorted(unknown))}: there is no such setting")
-    check_types(given)
-    given = expanded(given)
     if "env" in given:
         given["env"] = short_name(given["env"])
     if pool:
         given = with_those_of("pool", given, options_of(pool))
+    if unknown := given.keys() - {f.name for f in dataclasses.fields(Config)}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: there is no such setting")
+    check_types(given)
+    given = expanded(given)
     if lm:
         given = with_those_of("model", given, model_settings(lm))
         if given.get("value_tokens"):
             raise ValueError("value_tokens: the model has its own, give them to model.load")
-        given.setdefault("model", lm.model.name_or_path or "given")
     if given.get("resume") and given.get("out") and (RunDir(given["out"]) / "config.json").exists():
         return resumed(given)
+    if lm:
+        given.setdefault("model", lm.model.name_or_path or "given")
 
     choice = Config(**{name: given[name] for name in CHOICE if name in given})
     env, learner = envs.env_class(choice.env), learner_class(choice.algo)
@@ -220,9 +209,13 @@ def settings(lm=None, pool=None, **given) -> Config:
                          "model into which it is merged, such as RUN/final")
     advice = env.recommended | learner.recommended | (
         lm.recommended if lm else folder.get("settings", {}))
-    if unknown := {*advice} - {f.name for f in dataclasses.fields(Config)}:
-        raise ValueError(f"{', '.join(sorted(unknown))}: recommended by --env {choice.env} or "
-                         f"--model {choice.model}, but no setting of train.py")
+    # (what decides the others cannot be recommended, because it is decided already)
+    if unknown := {*advice} - {f.name for f in dataclasses.fields(Config)} | {*advice} & {*CHOICE}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: recommended by --env {choice.env}, --algo "
+                         f"{choice.algo} or --model {choice.model}, but no setting of train.py "
+                         "that can be")
+    # those of trained values, which others would misread
+    advice |= {name: folder[name] for name in ("r_max", "tau_v") if name in folder}
     if context == "full":
         # it is meant for single prompts, and would limit the whole conversation
         advice.pop("max_prompt", None)
@@ -234,8 +227,7 @@ def settings(lm=None, pool=None, **given) -> Config:
         "context": context, "horizon": env.horizon, "eval_games": env.held_out[1],
         "max_prompt": env.max_prompt if context == "window" else None,
         "dtype": "bfloat16" if gpu else "float32", "compile": gpu,
-        "r_max": folder.get("r_max", 10.0), "tau_v": folder.get("tau_v", 1.0),
-        "lora_rank": lora_rank}
+        "r_max": 10.0, "tau_v": 1.0, "lora_rank": lora_rank}
     config = Config(**(surroundings | advice | given))
     check_fit(config)
     return config
@@ -309,9 +301,10 @@ def resumed(given: dict) -> Config:
 def check_fit(config: Config) -> None:
     """ValueError: a setting does not fit the environment, or another setting."""
     env = envs.env_class(config.env)
-    if unknown := [name for name in env.flags if not hasattr(config, name)]:
-        raise ValueError(f"--env {config.env}: its `flags` name {', '.join(unknown)}, which are no "
-                         f"settings of train.py; it has {', '.join(OPTIONS)}")
+    if unknown := {*env.flags} - {*OPTIONS}:
+        raise ValueError(f"--env {config.env}: its `flags` name {', '.join(sorted(unknown))}, "
+                         "which are no settings of train.py for environments; it has "
+                         f"{', '.join(OPTIONS)}")
     for name in OPTIONS:
         if name not in env.flags and getattr(config, name) not in (None, getattr(Config, name)):
             raise ValueError(f"--{name} has no effect with --env {config.env}")
@@ -348,6 +341,12 @@ def parse(argv: list[str] = ()) -> Config:
         if name in given:
             print0(f"Warning: --{name} has no effect with --algo {config.algo}")
     return config
+
+
+def name_of_method(learner: type) -> str:
+    """What --algo calls the class of a learner: its short name, or MODULE:CLASS."""
+    long = f"{learner.__module__}:{learner.__qualname__}"
+    return next((short for short, known in ALGOS.items() if known == long), long)
 
 
 def learner_class(algo: str) -> type:

@@ -51,7 +51,25 @@ def test_what_training_is_given_keeps_its_own_settings(tmp_path):
     train.train(learner=grouped)
     stored = json.loads((tmp_path / "grouped" / "config.json").read_text())
     assert (stored["algo"], stored["group_size"]) == ("grpo", 2) and grouped.config.gamma == 0.5
+    given |= dict(out=str(tmp_path / "other"))  # the config says sapo, and it is not
+    train.train(learner=learner_class("grpo")(lm, train.settings(lm, group_size=2, **given)))
+    assert json.loads((tmp_path / "other" / "config.json").read_text())["algo"] == "grpo"
     assert stored["optim_state_dtype"] == grouped.config.optim_state_dtype == "bfloat16"
+
+
+class Sized(House):
+    def __init__(self, size=1):
+        super().__init__()
+
+
+def test_a_run_of_a_class_that_nobody_can_import_is_finished(tmp_path):
+    class Here(House):
+        pass
+
+    config = train.settings(env=Here, iterations=1, batch_size=2, max_new_tokens=4, eval_games=1,
+                            horizon=2, out=str(tmp_path / "run"))
+    train.train(config)
+    assert (tmp_path / "run" / "curves.png").is_file()
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path):
@@ -79,6 +97,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
             (lambda: train.settings(lm, dtype="bfloat16"), "that of the model is 'float32'"),
             (lambda: train.settings(pool=pool, horizon=5), "horizon is 5, and that of the pool"),
             (lambda: train.settings(pool=pool, env="webshop"), "that of the pool is 'house'"),
+            (lambda: train.settings(pool=Pool(Sized, {"size": 4})), "size: there is no such"),
             (lambda: train.settings(lm, wandb="project"), "--wandb needs --out")):
         with pytest.raises(ValueError, match=says):
             use()
@@ -654,6 +673,9 @@ def test_games_left_out_are_those_of_the_run_and_of_its_evaluations(monkeypatch,
         run_main(train, monkeypatch, *flags)
     with pytest.raises(SystemExit, match=f". --leave_out {game} --resume --out {run.name} "):
         run_main(train, monkeypatch, *flags, "--leave_out", held_out, "--resume")
+    played = [line["task"] for line in json.loads((run / "before.json").read_text())["0.4"]]
+    with pytest.raises(SystemExit, match="--leave_out leaves no task to play"):  # after training
+        run_main(train, monkeypatch, "--resume", "--out", run, "--leave_out", *played)
     for _ in range(2):  # a job can always pass it
         run_main(train, monkeypatch, "--leave_out", game, "--resume", "--out", run)
         stored = json.loads((run / "config.json").read_text())

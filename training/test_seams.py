@@ -149,6 +149,7 @@ def test_sampler_of_a_user_trains_and_evaluates(tmp_path, monkeypatch, capsys, c
     (lambda ids, logp: (ids * 9, logp * 9), "tokens; 1 to 8, with the stop token, are ex"),
     (lambda ids, logp: (ids, logp[1:]), "log-probs; one for each token is expected"),
     (lambda ids, logp: ([load(TINY_HOUSE).value_ids[0], *ids[1:]], logp), "which the policy never"),
+    (lambda ids, logp: (ids[:2], logp[:2]), "ends with token .*, before it has 8 tokens; the stop"),
     (lambda ids, logp: (torch.tensor(ids), torch.tensor(logp)), None)])  # plain numbers in the end
 def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says):
     class Changed(Generate):
@@ -162,6 +163,22 @@ def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says)
         turns = rollout(*given)
         assert all(type(n) is int for turn in turns for n in turn.action_ids)
         assert all(type(x) is float for turn in turns for x in turn.logp)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda done: [], "has no response for trajectory 0, and says that it is not busy"),
+    (lambda done: done + done, "returned a response for 0, which waits for none"),
+    (lambda done: [("x", done[0][1])], "returned a response for 'x', which waits for none")])
+def test_sampler_that_loses_or_repeats_a_response_is_named(change, says):
+    class Changed(Generate):
+        def run(self, steps=None):
+            done = super().run(steps)
+            return change(done) if done else done
+
+    lm, pool = load(TINY_HOUSE), Pool("house", {"horizon": 2})
+    sampler = Changed(lm, train.settings(lm, pool, max_new_tokens=8), 1.0)
+    with pytest.raises(ValueError, match=f"Changed {says}"):
+        rollout(sampler, tasks("house", "train")[:1], pool)
 
 
 # -------------------------------------------------------------------------------------- optimizer
