@@ -71,10 +71,10 @@ class Env:
                         not in the format, which can be the response's whole text
 
     The same actions must lead to the same answers, because the games of a worker that died are
-    played again. Many objects are used at once in one process, without workers that of the run:
-    what belongs to all of it, such as environment variables, torch's default dtype or its grad
-    mode, must stay as it is. Only the working directory is each object's own, unless the class is
-    asynchronous.
+    played again. One process, a worker's or, without workers, the run's own, uses many objects at
+    once. So what the whole process shares, such as environment variables, torch's default dtype or
+    its grad mode, must stay as it is. Only the working directory is each object's own, unless the
+    class is asynchronous.
 
     The return from a turn on is the sum of the rewards from there on, discounted by --gamma. It
     must be within +-r_max, or a run warns. With --algo ppo, the return is that of the whole
@@ -139,10 +139,10 @@ class Env:
     are tried again one at a time, to find the one that kills, and its others wait for them."""
 
     # the game
-    flags = ()  # those of data, places and objects that the constructor takes
+    flags = ()  # which of --data, --places and --objects the constructor takes, as in ("data",)
     horizon = 50  # maximum number of turns per episode
     tools = ()  # see ToolEnv
-    recommended = {}  # settings of train.py, but for model, algo, context and lora_rank
+    recommended = {}  # settings of train.py, but for env, model, algo, context and lora_rank
     tiny_model = "tiny-house"  # the folder in results/ that --model tiny means
     # what the model is shown
     context = "window"  # or "full": the --context that the environment is made for
@@ -162,7 +162,7 @@ class Env:
     # worker processes
     patience = 600  # seconds, imports included, after which a silent worker is replaced
     step_may_kill = False  # whether a step that costs two workers loses its episode, not the run
-    workers = None  # worker processes per rank; None: as many as there are cores, at most 16
+    workers = None  # worker processes per rank; None: its share of the cores, of at most 16
     asynchronous = False  # whether each game has a thread, so that no game waits for a slow one
 
     @classmethod
@@ -574,11 +574,11 @@ def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
 
         <think> Not </think> <action>go</action>. </think> <action>look</action>
 
-    is "look". A response in the format also has a pair of think tags and, as in verl-agent, no
-    Chinese character but in its action. If no action is found, the last `fallback` characters are
-    it, and the response is not in the format. Tags may be in any case. What a chat template begins
-    a response with, <think> and a line break or an empty thought, is no part of the last
-    characters."""
+    is "look". A response in the format also has a pair of think tags, and no Chinese character but
+    those of its action (as in verl-agent, which allows none at all). If no action is found, the
+    last `fallback` characters are it, and the response is not in the format. Tags may be in any
+    case. What a chat template begins a response with, <think> and a line break or an empty thought,
+    is no part of the last characters."""
     # 1. Tags in lower case. Is there a thought?
     text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
     has_thought = 0 <= text.find("<think>") < text.find("</think>")

@@ -8,10 +8,10 @@
                                                     success reaches 62 %, explained variance
     python eval.py --plot runs/* --reach 0.62       the same as curves over episodes
 
-Runs whose folders differ only in a trailing -SEED are seeds of one method. ± is one standard
-error. In tables and curves (runtime/report.py makes them) it is that of a mean over seeds, or of a
-difference of two such means; in the line that --model prints, that of a mean over games. Each
-held-out game is played once per temperature.
+Runs of the same settings whose folders differ only in a trailing -SEED are seeds of one method. ±
+is one standard error. In tables and curves (runtime/report.py makes them) it is that of a mean over
+seeds, or of a difference of two such means; in the line that --model prints, that of a mean over
+games. Each held-out game is played once per temperature.
 
 Who calls whom:
 
@@ -270,7 +270,7 @@ def make_parser(description):
         f"is {envs.Env.eval_temperatures[0]} unless it has another")
     add("--seed", type=int, default=0)
     add("--out", type=file_path,
-        help="NAME.json, or a folder for eval-SPLIT.json; default: the run, or runs/")
+        help="NAME.json, or a folder, for eval-MODEL-SPLIT.json; default: the run, or runs/")
     defaults = {"max_num_seqs": f"{MAX_NUM_SEQS} games side by side per rank",
                 "date": "today (for chat templates that print it)"}
     for name, kind in SHARED.items():

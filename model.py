@@ -11,7 +11,8 @@ read at start - 1, and Q at end - 1, the last token that the policy chose.
 
 w+ and w- are two tokens of the vocabulary that no text uses. Their rows of the output layer are no
 part of the policy (Eq. 3), so they are kept apart from it, as a parameter of their own in float32:
-`value_rows`. `load` reads them from the output layer, and `save` writes them into it.
+`value_rows`. `load` reads them from the output layer, and `save` writes them into it (those of an
+adapter, into a file of their own).
 
 Shapes: B sequences, T tokens, M response tokens, N turns, W vocabulary size, D hidden size.
 `# SAPO:` marks what SAPO adds to a language model. What is special to Hugging Face is in hf/.

@@ -12,9 +12,9 @@ after it). This file has what follows from them:
     actor_loss            those terms of the joint loss that concern the policy
     sapo_loss             the joint loss, for one backward pass                          Eq. 12
 
-and, for logs, discounted_returns, kl_loss and explained_variance. It needs only torch: copy it.
-Equation numbers are the paper's. `# SAPO:` marks what differs from PPO, with its critic, or from
-GRPO, with its groups:
+and discounted_returns, kl_loss (the KL term by itself) and explained_variance. It needs only torch:
+copy it. Equation numbers are the paper's. `# SAPO:` marks what differs from PPO, with its critic,
+or from GRPO, with its groups:
     grep -n "# SAPO:" *.py
 
 Shapes: N turns, M response tokens, B sequences, T tokens. In train.py all tensors are flat, (N,) or

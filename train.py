@@ -81,7 +81,7 @@ class Learner:
     it is Algorithm 1; what it calls follows in that order. Another method is a subclass that
     overrides what differs, `targets` or `loss` (baselines/learners.py): --algo MODULE:CLASS."""
 
-    recommended = {}  # settings of this method in place of Config's, but for settings.CHOICE
+    recommended = {}  # settings of this method in place of Config's; not those of CHOICE
     unused = ("critic_lr",)  # settings without effect, of which the command line warns
 
     def learn(self, turns: list[Turn], iteration: int) -> dict:

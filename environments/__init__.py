@@ -1,1 +1,1 @@
-"""The environments that exist: each is found by name, as your own is, and ends with its class."""
+"""Environments, found by MODULE:CLASS as your own is. In each file the class comes last."""

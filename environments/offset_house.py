@@ -1,7 +1,8 @@
-"""House in which tasks differ in what they return, whatever is done: what a baseline is for.
-Winning is worth 5, and however an episode ends, 5 is added or subtracted, by the kind of task. So
-the mean of a batch is a bad baseline, the mean of a group of rollouts of one task is a good one,
-and V must learn to be one from one rollout of each task.
+"""House with something added to the return that depends on the kind of task alone, not on the
+actions: a case in which policy gradients need a baseline. Winning is worth 5, and however an
+episode ends, 5 is added or subtracted, by the kind of task. So the mean of a batch is a bad
+baseline, the mean of a group of rollouts of one task is a good one, and V must learn to be one from
+one rollout of each task.
 
     Offset    only the kind of task, which the first words of a prompt state, tells the offset
     Told      the prompt's last words tell it, where V is read (in --context window)

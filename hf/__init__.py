@@ -1,1 +1,1 @@
-"""What a Hugging Face model brings: templates, loading, attention, compiling, and checks of it."""
+"""What a Hugging Face model brings: templates, loading, adapters, attention, compiling, checks."""

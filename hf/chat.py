@@ -1,6 +1,7 @@
 """The chat format of a model: messages -> the token ids of a conversation, by the chat template of
-its tokenizer. Token ids are appended and never rendered again, and text that is not ours is never
-encoded as a control token, such as <|im_end|>, so it cannot speak as somebody else.
+its tokenizer. Token ids are appended and never rendered again. Text that is not ours is never
+encoded as a control token, such as <|im_end|>, so where a template marks by these who speaks, it
+cannot speak as somebody else.
 
     Chat(tokenizer).encode_messages([{"role": "user", "content": "Hello"}])
     check_messages      what is wrong with messages

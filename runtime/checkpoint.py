@@ -9,7 +9,8 @@
     RUN/adapter           with --lora_rank, the adapters alone, a folder as those of peft. So are
                           RUN/best and the checkpoint; in RUN/final they are merged
     RUN/before.json       the evaluation before training
-    RUN/eval.json(l)      the evaluation at the end; those of eval.py are eval-SPLIT.json(l)
+    RUN/eval.json(l)      the evaluation at the end; those of eval.py are eval-SPLIT.json(l), and
+                          eval-after-N-... once the weights have been replaced
     RUN/curves.png        training curves
     RUN/wandb-id          with --wandb: the run's id there
     RUN/.lock             locked by the process that writes; freed by the system when it dies
@@ -195,7 +196,7 @@ class RunDir:
 
     def set_reports_aside(self, *weights: str, iterations: int) -> None:
         """Gives what eval.py wrote about these weights, which will be replaced, the name
-        eval-after-N-SPLIT.json(l), for the N iterations that they had seen."""
+        eval-after-N-..., for the N iterations that they had seen."""
         reports = [path for path in self.path.glob("eval-*.json")
                    if not path.name.startswith("eval-after-")
                    and Path(str(read_json(path).get("weights"))).name in weights]

@@ -12,9 +12,9 @@
 # 4  ways of attending to the KV cache, in prefill and in decoding
 # 5  larger micro-batches
 # 6  SAPO beside PPO in one process
-# A step has parts, and each of them a limit in seconds. A part that fails, is stopped at its limit,
-# or for which less than half of it is left of MINUTES is named, and the others go on. OUT_FOLDER/NAME.txt has
-# what a part printed, summary.txt how each of them ended.
+# A step has parts, and each of them a limit in seconds. A part is named as FAILED if it fails, if it
+# is stopped at its limit, or if it is not begun because less than half of its limit is left of
+# MINUTES. The others go on. OUT_FOLDER/NAME.txt has what a part printed, summary.txt how each ended.
 minutes=${1:?how many minutes may it take?} out=${2:-runs/gpu}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1  # nothing is downloaded
 model=Qwen2.5-1.5B

@@ -348,10 +348,11 @@ class Run:
         text = f"success {success:.1%} on held-out games"
         if name == "validation":
             text = f"success {success:.1%} on games for validation"
-            best = max([line.get(name, -1) for line in self.lines], default=-1)
-            if self.folder and success > broadcast_object(best):
+            known = [line for line in self.lines if name in line]
+            best = max(known, key=lambda line: line[name], default={name: -1, "iteration": -1})
+            if self.folder and success > broadcast_object(best[name]):
                 if rank() == 0:
-                    self.folder.set_reports_aside("best", iterations=iteration + 1)
+                    self.folder.set_reports_aside("best", iterations=best["iteration"] + 1)
                 write_folder(self.folder / "best",
                              lambda path: lm.save(path) if rank() == 0 else None)
                 text += ", the best so far"

@@ -1,4 +1,4 @@
-"""The settings of a run, in one stage: `settings(**given)` is the command line and Python alike.
+"""The settings of a run. `settings(**given)` makes them, for the command line and for Python.
 
     Config          every setting: a flag, a field, a line of config.json
     settings        the paper's values, what environment, method and model recommend, what is given,
@@ -6,7 +6,7 @@
     parse           the flags of train.py -> that Config
     learner_class   a method by its name
 
-What reads a Config fills nothing in.
+Code that takes a Config never fills in a default.
 """
 import dataclasses
 import json
