@@ -613,8 +613,11 @@ def env_class(name: str | type[Env]) -> type[Env]:
     """The class of an environment: of a short name; of MODULE:CLASS, which is imported from the
     working directory, too; or the class itself. ValueError: there is none of this name."""
     found = name if isinstance(name, type) else imported(name)
+    if isinstance(found, types.ModuleType):
+        raise ValueError(f"--env {name}: it is a module; name its class, {name}:CLASS")
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment must inherit from envs.Env")
+    check_attributes(found)
     for method in ("parse_action", "format_response"):
         if inspect.isfunction(inspect.getattr_static(found, method, None)):
             raise ValueError(f"--env {name}: {method} must be a @classmethod, because it is called "
@@ -622,8 +625,31 @@ def env_class(name: str | type[Env]) -> type[Env]:
     return found
 
 
+def check_attributes(env: type[Env]) -> None:
+    """ValueError: one of those that a run reads is not of the kind that Env says."""
+    def split(value):
+        return (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)
+                and isinstance(value[1], int) and value[1] >= 0)
+
+    def temperatures(value):
+        return (isinstance(value, (tuple, list)) and len(value) > 0
+                and all(isinstance(x, (int, float)) and x >= 0 for x in value))
+
+    for name, is_right, kind in (
+            ("held_out", split, "(split, number of games)"),
+            ("validation", lambda value: value is None or split(value),
+             "(split, number of games), or None"),
+            ("eval_temperatures", temperatures, "a tuple of numbers, as in (0.4,)"),
+            ("horizon", lambda value: isinstance(value, int) and value > 0, "a whole number")):
+        if not is_right(value := getattr(env, name)):
+            raise ValueError(f"--env {env.__name__}: {name} is {value!r}; it must be {kind}")
+
+
 def imported(name: str):
     """What a short name or MODULE:CLASS names. ValueError: it cannot be imported."""
+    if name.startswith("__main__:"):
+        raise ValueError(f"--env {name}: this class is known only to the script or notebook in "
+                         "which it was written; put it into a module")
     try:
         with working_directory_importable():
             return pkgutil.resolve_name(ENVS.get(name, name))

@@ -430,6 +430,8 @@ class Sampler:
     def generate(self, prompts: list, seed: int = 0) -> list[Response]:
         """The common case: prompts, each a user message or a list of token ids -> Responses. It
         forgets all other sequences of this sampler first."""
+        if isinstance(prompts, str):
+            raise ValueError("generate() takes a list of prompts, and this is one")
         ids = [self.lm.chat.encode_user_turn(p) if isinstance(p, str) else [*p] for p in prompts]
         u = [uniform_numbers((seed,), n, 0, self.max_new_tokens) for n in range(len(ids))]
         self.weights_changed(self.lm)
@@ -464,7 +466,8 @@ class Sampler:
 
     def weights_changed(self, lm: ActorCritic) -> None:
         """Forgets all sequences, whose KV cache is of other weights. The next prefill copies what
-        the decode state has copies of; all else is the model's own."""
+        the decode state has copies of, value rows and adapters; all else is the model's own, so lm
+        must be of the same one."""
         self.lm = lm
         self.forget()
 

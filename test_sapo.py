@@ -1195,6 +1195,11 @@ def test_a_batch_lists_every_response_token_and_every_turn():
             make_batch([([1, 2, 3], [wrong])])
 
 
+def test_generate_takes_a_list():
+    with pytest.raises(ValueError, match="takes a list of prompts"):
+        Sampler(random_tiny(), max_new_tokens=4, check=False).generate("What is red?")
+
+
 def test_when_no_prompt_fits_the_task_is_named_and_not_the_prompt():
     sampler = Sampler(random_tiny(), max_new_tokens=4, max_prompt=9, check=False)
     with pytest.raises(ValueError, match="^the first prompt of 7, and of every other task, needs"):

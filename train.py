@@ -339,8 +339,9 @@ def clip_gradients(groups: list[list]) -> list[float]:
 #     all others         the sum, and the mean
 
 def sum_over_micro_batches(infos: list[dict]) -> dict:
-    """The infos of all ranks' micro-batches, of tensors, as one, of numbers."""
-    values = [torch.stack([*info.values()]) for info in infos]
+    """The infos of all ranks' micro-batches, of tensors or numbers, as one, of numbers."""
+    values = [torch.stack([torch.as_tensor(x, device=info["loss"].device) for x in info.values()])
+              for info in infos]
     values = torch.stack(values).tolist() if values else []  # one host sync for all of them
     infos = all_gather_list([dict(zip(info, row)) for info, row in zip(infos, values)])
     out = {}

@@ -43,6 +43,9 @@ def resolve_model(name: str, tiny: str = "tiny-house") -> str:
     such as Qwen2.5-1.5B-Instruct. ValueError: the folder does not exist."""
     if local_folder(name, tiny).is_dir():
         return str(local_folder(name, tiny))
+    if name == "tiny":
+        raise ValueError(f"cannot load model tiny: there is no {RESULTS.name}/{tiny} beside the "
+                         "code; name another --model")
     name = os.path.expanduser(name)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"cannot load model {name}: there is no such folder")

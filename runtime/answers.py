@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 def as_text(value, what):
@@ -25,7 +25,8 @@ def as_number(value, what):
 
 
 def as_bool(value, what):
-    if value not in (True, False):
+    value = as_python(value)
+    if not isinstance(value, numbers.Number) or value not in (True, False):
         raise ValueError(f"{what} is {value!r}, not True or False")
     return bool(value)
 
@@ -65,7 +66,10 @@ def as_command(command, env):
 
 def as_python(value):
     """A Python value for a NumPy value, which could not be written as JSON."""
-    return value.item() if hasattr(value, "item") else value
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # an array of several
+        return value
 
 
 def as_observation(obs, env, begins):
@@ -123,7 +127,7 @@ def as_info(info, env, task, category, won, metrics=()):
     commands = info.get("admissible")
     if isinstance(commands, (set, frozenset)):
         commands = sorted(commands)  # a set has no order of its own
-    if isinstance(commands, str):
+    if commands is not None and (isinstance(commands, str) or not isinstance(commands, Iterable)):
         raise ValueError(f"admissible is {commands!r}, not a list of commands")
     if commands is not None:
         commands = [as_command(as_text(c, "a command"), type(env)) for c in commands]

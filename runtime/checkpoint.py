@@ -74,9 +74,10 @@ def write_file(path, text: str) -> None:
     os.replace(f"{path}.new", path)
 
 
-def write_folder(path, fill: Callable) -> None:
-    """Calls fill(PATH.new) on every rank, then renames PATH.new to PATH. All ranks must call it."""
-    new, old = f"{path}.new", f"{path}.old"
+def write_folder(path, fill: Callable, new=None) -> None:
+    """Calls fill(NEW) on every rank, then renames NEW, by default PATH.new, to PATH. All ranks must
+    call it."""
+    new, old = new or f"{path}.new", f"{path}.old"
     if rank() == 0:
         shutil.rmtree(new, ignore_errors=True)
         os.makedirs(new)
@@ -183,8 +184,11 @@ class RunDir:
             print0(f"resuming {self.path} after {iterations_of(checkpoint)} iterations")
             commits = [*self.settings()["git"].split(", "), made_with["git"]]
             made_with["git"] = ", ".join(dict.fromkeys(commits))  # every commit that took part
+        if lines:  # before the settings are those of the resumed run, which may be killed
+            write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
         write_file(self / "config.json", json.dumps(settings | made_with, indent=1))
-        write_file(log, b"".join(lines[:iterations_of(checkpoint)]).decode())
+        if not lines:
+            write_file(log, "")
 
     def delete_results(self) -> None:
         """Deletes what a resumed run writes anew, the final weights and eval.json(l)."""
@@ -211,7 +215,8 @@ class RunDir:
 
     def save_checkpoint(self, iterations: int, fill: Callable) -> None:
         """Writes checkpoint-N with fill(folder), and then deletes the older ones."""
-        write_folder(self / f"checkpoint-{iterations}", fill)
+        # under one name while it is written, so that one that is interrupted does not stay for ever
+        write_folder(self / f"checkpoint-{iterations}", fill, self / "checkpoint.new")
         if rank() == 0:
             for older in self.path.glob("checkpoint-*"):
                 # another program's folder may have such a name

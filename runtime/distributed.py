@@ -93,7 +93,8 @@ class Stop:
         if not self.requested():
             self.first_signal = now
             # print() is not allowed in a signal handler
-            os.write(2, b"\nStopping; press Ctrl-C again to stop without saving\n")
+            with contextlib.suppress(OSError):  # Ctrl-C has ended what reads it, such as tee
+                os.write(2, b"\nStopping; press Ctrl-C again to stop without saving\n")
 
     @contextlib.contextmanager
     def handle_signals(self):

@@ -8,6 +8,7 @@ over the ranks; and any other of torch.optim's kind, for float32 parameters.
 """
 import contextlib
 import copy
+import inspect
 
 import torch
 import torch.distributed as dist
@@ -135,8 +136,13 @@ class AdamW(torch.optim.Optimizer):
 # ------------------------------------------------------------------- ours, and any other optimizer
 
 def checked(optimizer, groups: list[list]):
-    """The optimizer of these groups of parameters, as it is. ValueError: it has others; or it is
-    not ours, and has 16-bit parameters: it would round every update away."""
+    """The optimizer of these groups of parameters, as it is. ValueError: it has others; its step
+    needs a closure; or it is not ours, and has 16-bit parameters: it would round every update
+    away."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
+        raise ValueError(f"{type(optimizer).__name__}.step needs a closure, and the gradients of a "
+                         "mini-batch are computed once: choose another optimizer")
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if theirs != {id(p) for group in groups for p in group}:
         raise ValueError("make_optimizer must return an optimizer of all parameters that it gets; "

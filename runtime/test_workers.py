@@ -581,6 +581,21 @@ def run_in(pool, key, code):
     return envs.obs_text(obs), reward, terminated, info
 
 
+@IN_TURN
+def test_worker_that_reads_nothing_does_not_stop_its_parent(python, monkeypatch):
+    """One call in C keeps the GIL, so nothing reads the pipe, which more requests fill."""
+    with contextlib.closing(Pool(python, workers=1)) as pool:
+        monkeypatch.setattr(pool.env, "patience", 2)
+        for key in range(100):
+            pool.start(key, 1)
+        pool.gather([*range(100)])
+        for key in range(100):
+            code = "7 ** 10 ** 9" if key == 0 else f"x = '{'a' * 4000}'"
+            pool.step(key, {"name": "run", "arguments": {"code": code}})
+        obs, _, terminated, _, info = pool.gather([*range(100)])[0]
+        assert "gave no answer for 2 seconds" in obs and terminated and not info["won"]
+
+
 @pytest.mark.parametrize("code, says", [
     ("raise KeyboardInterrupt('no')", "KeyboardInterrupt: no"),
     ("os.kill(os.getpid(), signal.SIGINT); x = 1", "ran "), ("signal.raise_signal(2)", "ran "),

@@ -24,6 +24,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import ForkingPickler
 
 from runtime.answers import (as_action, as_bool, as_info, as_number, as_observation, obs_text,
                              parts_of)
@@ -235,14 +236,18 @@ def in_words(error):
     except BaseException:
         text = "(it cannot be printed)"
     text = " ".join(text.split())  # in one line
-    return f"{type(error).__name__}: {text:.1000} ({frame.f_code.co_filename}:{line})"
+    file = frame.f_code.co_filename
+    # (what answers.py raises is about an answer, and not about the line that found it out)
+    where = "" if os.path.basename(file) == "answers.py" else f" ({file}:{line})"
+    return f"{type(error).__name__}: {text:.1000}{where}"
 
 
 def ctrl_c():
     """The exception that Ctrl-C raises, which is no failure of a game. It raises none in a worker,
     nor where training handles signals, so that KeyboardInterrupt there comes from a game."""
-    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return KeyboardInterrupt if raises else ()
+    # (SIGTERM raises it, too, in a script, also where a shell's background job ignores Ctrl-C)
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    return KeyboardInterrupt if signal.default_int_handler in handlers else ()
 
 
 in_worker = False  # whether this is a worker process
@@ -358,13 +363,14 @@ class WorkerProcess:
         self.proc = subprocess.Popen(command, pass_fds=[fd], start_new_session=True,
                                      stdin=subprocess.DEVNULL)
         child_end.close()
+        self.outbox = queue.SimpleQueue()
+        threading.Thread(target=deliver, args=(self.conn, self.outbox), daemon=True).start()
         self.at_work = {}  # {number of a game: AtWork}; more than one if they are asynchronous
         self.send(*self.made)
 
     def send(self, *message):
         self.idle = AtWork()  # what it is at while it is at no game
-        with contextlib.suppress(OSError):  # answers() notices that it is dead
-            self.conn.send(message)
+        self.outbox.put(ForkingPickler.dumps(message))  # as it is now
 
     def answers(self):
         """The wanted answers that it has sent: (number of the game, answer). EOFError, OSError: it
@@ -386,11 +392,23 @@ class WorkerProcess:
 
     def end(self, seconds=0):
         """Waits so long for it to end, then kills it and what it leaves -> its exit status."""
+        self.outbox.put(None)
         self.conn.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.proc.wait(max(0, seconds))
         kill_group(self.proc.pid)
         return self.proc.wait()
+
+
+def deliver(conn, outbox):
+    """Writes messages to a worker's pipe until there is a None. This is a thread, because a worker
+    may read nothing for as long as one call in C takes, and a full pipe would stop the parent, who
+    is to notice that it hangs."""
+    while message := outbox.get():
+        try:
+            conn.send_bytes(message)
+        except (OSError, TypeError):  # it is dead, which answers() notices; the pipe was closed
+            return
 
 
 @dataclass

@@ -700,8 +700,8 @@ def main():
     with one_line_errors("imitate.py", envs.GameError, BrokenExecutor):
         init_distributed()
         config, flags = parse()
-        print0(f"{config.model} imitates the demonstrator of {config.env}, {flags.steps} steps or "
-               "fewer")
+        who = "a new random model" if config.model == "random" else config.model
+        print0(f"{who} imitates the demonstrator of {config.env}, {flags.steps} steps or fewer")
         dtype = getattr(torch, config.dtype)
         if flags.resume:
             lm = load(config.out, dtype=dtype)

@@ -7,6 +7,7 @@
 """
 import contextlib
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -30,8 +31,8 @@ from runtime.checkpoint import (RunDir, init_wandb, iterations_of, read_json, wr
 from runtime.cli import choose_threads, progress
 from runtime.distributed import (all_gather_list, barrier, broadcast_object, mean_or_zero, print0,
                                  rank, stop, world_size)
-from runtime.workers import GameError
-from training.settings import (Config, as_json, check_model_settings, learner_class,
+from runtime.workers import GameError, is_importable
+from training.settings import (Config, as_json, check_class, check_model_settings, learner_class,
                                name_of_method, options_of)
 
 # --------------------------------------------------------------------------- around the whole loop
@@ -112,7 +113,8 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
         if folder and rank() == 0:
             print(evaluation.write_reports(before, after, config))
             report.draw(report.group_runs([config.out]), folder / "curves.png")
-            print(f"wrote {config.out}; next: python eval.py --model {config.out}")
+            print(f"wrote {config.out}"
+                  + f"; next: python eval.py --model {config.out}" * is_importable(config.env))
         if config.wandb and rank() == 0:
             wandb.finish()
         barrier()  # a rank that exits early would take the others down
@@ -123,6 +125,8 @@ def agreed(config: Config | None, lm, pool, learner) -> tuple:
     the learner's method, whatever its own says. ValueError: there is none, or there are two that
     differ."""
     if learner:
+        if isinstance(learner, type):
+            raise ValueError(f"the learner is a class: make it, {learner.__name__}(lm, config)")
         if config not in (None, learner.config):
             raise ValueError("the learner has settings of its own: train(learner=learner), and "
                              "make the learner with the settings that you want")
@@ -136,6 +140,7 @@ def agreed(config: Config | None, lm, pool, learner) -> tuple:
     if lm:
         check_model_settings(config, lm)
     if pool:
+        check_class(config.env, pool)
         for name, value in options_of(pool).items():
             if as_json({name: value}) != as_json({name: getattr(config, name)}):
                 raise ValueError(f"the pool has {name} {value!r}, and the config "
@@ -403,22 +408,26 @@ class Run:
         metrics |= self.learner.clock.take()
         metrics |= rollout_metrics(turns, self.learner.lm, self.pool.env.categories,
                                    config.batch_size)
-        self.warn(metrics, self.unplayed(iteration, turns))
-        print0(f"{config.algo}, {iteration + 1} of {config.iterations}: success "
-               f"{metrics['success']:.0%}, admissible actions {metrics['admissible_actions']:.0%}, "
-               f"explained variance of V {metrics['v_explained_variance']:.0%}, "
-               f"{metrics['time_total']:.1f} s")
+        unplayed = self.unplayed(iteration, turns)
         if rank() > 0:
             return
         self.lines.append(metrics)
         if self.folder:
             with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
-            if turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
-                self.write_page(iteration, [turn for turn in turns if turn.traj == turns[0].traj])
-        for log in self.logs:
+        line = (f"{config.algo}, {iteration + 1} of {config.iterations}: success "
+                f"{metrics['success']:.0%}, admissible actions "
+                f"{metrics['admissible_actions']:.0%}, explained variance of V "
+                f"{metrics['v_explained_variance']:.0%}, {metrics['time_total']:.1f} s")
+        tellers = [lambda: self.warn(metrics, unplayed), lambda: print0(line)]
+        if self.folder and turns and (iteration % 10 == 0 or iteration == config.iterations - 1):
+            first = [turn for turn in turns if turn.traj == turns[0].traj]
+            tellers.append(lambda: self.write_page(iteration, first))
+        # each logger gets a copy, which it may change
+        tellers += [functools.partial(log, {**metrics}, iteration) for log in self.logs]
+        for tell in tellers:
             try:
-                log({**metrics}, iteration)  # a copy, which it may change
+                tell()
             except Exception as error:  # all ranks learn of it when the iteration is saved
                 self.error = self.error or error
 
@@ -460,7 +469,10 @@ class Run:
 
     def save_if_stopped(self) -> None:
         """Saves the last finished iteration if the loop was stopped. KeyboardInterrupt: by a
-        signal. RuntimeError (GameError): by the error of a rank."""
+        signal. RuntimeError (GameError): by the error of a rank. All ranks must call it."""
+        before = self.reports
+        self.exchange()  # a signal may have come while the last checkpoint was written
+        self.reports = [*before, *self.reports]
         if not self.stopped:
             return
         self.write_checkpoint()
@@ -528,12 +540,12 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
                                "encoded": len(turn.prompt_ids), "sampled": len(turn.action_ids)}
                             for turn in turns])
     ends = [row for row in rows if row["done"]]
-    ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True,
-              "category": None}] * (episodes - len(ends))
+    ends += [{"won": False, "score": 0.0, "truncated": True, "context_overflow": True}] * (
+        episodes - len(ends))
     won = {name: [] for name in categories.values()}
     for row in ends:
-        if row["category"] is not None:
-            name = categories.get(row["category"], row["category"])
+        name = categories.get(row.get("category"), row.get("category"))
+        if name is not None and "category" in row:
             won.setdefault(name, []).append(row["won"])
     # a category of which there was no episode in this iteration has None
     by_category = {name: mean_or_zero(x) if x else None for name, x in won.items()}

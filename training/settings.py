@@ -101,7 +101,8 @@ class Config:
     eval_every: int = 0  # iterations between evaluations while training (0: none), on games for
         # validation, if the environment has some: the best model is then kept as RUN/best
     save_every: int = 5  # iterations between checkpoints
-    resume: bool = False  # continue the run in --out, with its settings
+    resume: bool = False  # continue the run in --out, with its settings. Beside flags of a new run
+        # it starts this one if there is none yet
     wandb: str = None  # Weights & Biases project to log to; needs pip install wandb
 
     def __post_init__(self):  # also after dataclasses.replace
@@ -137,7 +138,10 @@ def check_types(config: dict) -> None:
             raise ValueError(f"{f.name} is {value!r}; it can be {', '.join(choices)}")
         texts = (str, os.PathLike) if f.name in PATHS else (str, type) if f.name == "env" else str
         if f.type is str and not isinstance(value, texts):
-            raise ValueError(f"{f.name} is {value!r:.200}; it must be a text")
+            more = {"env": ", MODULE:CLASS or the short name, or a class",
+                    "algo": ", MODULE:CLASS or the short name; to train takes a learner itself"}
+            raise ValueError(f"{f.name} is {value!r:.200}; it must be a text"
+                             + more.get(f.name, ""))
         is_bool = isinstance(value, bool)  # Python counts it as a number, too
         if f.type is int and (is_bool or not isinstance(value, numbers.Integral)):
             raise ValueError(f"{f.name} is {value!r}; it must be a whole number")
@@ -181,9 +185,11 @@ def settings(lm=None, pool=None, **given) -> Config:
     ValueError: a value cannot be used; it is not that of the run that is resumed (those in
     RESUME_MUTABLE may be others); or it contradicts the model or the pool."""
     given = {name: as_python(value) for name, value in given.items() if value is not None}
+    describes_a_run = lm or pool or given.keys() - RESUME_MUTABLE
     if "env" in given:
         given["env"] = short_name(given["env"])
     if pool:
+        check_class(given.get("env"), pool)
         given = with_those_of("pool", given, options_of(pool))
     if unknown := given.keys() - {f.name for f in dataclasses.fields(Config)}:
         raise ValueError(f"{', '.join(sorted(unknown))}: there is no such setting")
@@ -193,8 +199,11 @@ def settings(lm=None, pool=None, **given) -> Config:
         given = with_those_of("model", given, model_settings(lm))
         if given.get("value_tokens"):
             raise ValueError("value_tokens: the model has its own, give them to model.load")
-    if given.get("resume") and given.get("out") and (RunDir(given["out"]) / "config.json").exists():
-        return resumed(given)
+    if given.get("resume") and given.get("out"):
+        # a job can always have resume=True, beside what describes its run: then it starts the run
+        # if there is none yet. Without, a run that there is is meant
+        if (RunDir(given["out"]) / "config.json").exists() or not describes_a_run:
+            return resumed(given)
     if lm:
         given.setdefault("model", lm.model.name_or_path or "given")
 
@@ -275,6 +284,15 @@ def with_those_of(what: str, given: dict, own: dict) -> dict:
     return given | own
 
 
+def check_class(env, pool) -> None:
+    """ValueError: env is a class, and the pool plays another one of the same name, such as an older
+    one of a notebook."""
+    name = envs.name_of(pool.env)
+    if isinstance(env, type) and env is not pool.env and envs.name_of(env) == name:
+        raise ValueError(f"the pool plays another class {name} than this one, such as an older "
+                         "one: make the pool anew")
+
+
 def options_of(pool) -> dict:
     """The environment of a pool and all options of environments, also those that are defaults."""
     options = {name: getattr(Config, name) for name in OPTIONS}
@@ -333,9 +351,6 @@ def parse(argv: list[str] = ()) -> Config:
             "context": env.context,
             "lora_rank": sapo_json_of(usual.model, env.tiny_model).get("lora_rank", 0)}
         given["out"] = f"runs/{default_run_name(given, defaults, RESUME_MUTABLE)}"
-    # alone, --resume needs a run; with other flags, it starts the run if there is none yet
-    if "resume" in given and given.keys() <= {"resume", "out", "leave_out"}:
-        RunDir(given["out"]).settings()
     config = settings(**given)
     for name in learner_class(config.algo).unused:
         if name in given:

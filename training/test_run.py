@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+import types
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from runtime.testing import (DRESS, MY_ENV, OneRank, SMALL, TINY_HOUSE, TwoRanks
                              caches, check_run, checkpoints, on_the_cpu, random_model,
                              read_lines, run_main, small_config, strong, write_catalogue)
 from tools.imitate import random_tiny
-from training.run import Run, draw_tasks
+from training import run as run_module
+from training.run import Run, draw_tasks, rollout_metrics
 from training.settings import learner_class
 
 
@@ -62,6 +64,36 @@ class Sized(House):
         super().__init__()
 
 
+def test_a_screen_that_is_gone_costs_no_iteration(tmp_path, monkeypatch):
+    def print_until(*words):
+        if "2 of 9" in words[0]:
+            raise BrokenPipeError("nobody reads this")
+
+    monkeypatch.setattr(run_module, "print0", print_until)
+    config = train.settings(iterations=9, batch_size=2, max_new_tokens=4, eval_games=0, horizon=2,
+                            save_every=5, out=str(tmp_path / "run"))
+    with pytest.raises(BrokenPipeError, match="nobody reads this"):
+        train.train(config)
+    assert [*checkpoints(tmp_path / "run")] == [2] == [len(read_lines(
+        tmp_path / "run/metrics.jsonl"))]
+
+
+def test_a_stop_while_the_last_checkpoint_is_written_is_one(tmp_path, monkeypatch):
+    save = train.Learner.save
+
+    def save_and_stop(learner, folder):
+        signal.raise_signal(signal.SIGTERM)
+        save(learner, folder)
+
+    monkeypatch.setattr(train.Learner, "save", save_and_stop)
+    config = train.settings(iterations=1, batch_size=2, max_new_tokens=4, eval_games=0, horizon=2,
+                            out=str(tmp_path / "run"))
+    with pytest.raises(KeyboardInterrupt):
+        train.train(config)
+    assert [*checkpoints(tmp_path / "run")] == [1] and not (tmp_path / "run/final").exists()
+    assert not [*(tmp_path / "run").glob("*.new")]
+
+
 def test_a_run_of_a_class_that_nobody_can_import_is_finished(tmp_path):
     class Here(House):
         pass
@@ -79,12 +111,16 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     config = train.settings(lm, pool, iterations=1)
     learner = train.Learner(lm, config)
     taken = dataclasses.replace(config, out=str(tmp_path))
+    older, newer = (type("G", (House,), {}) for _ in range(2))
     (tmp_path / "notes.txt").touch()
     for use, says in (
             (lambda: train.train(lm=random_tiny(), learner=learner), "lm and learner.lm are two"),
             (lambda: train.train(dataclasses.replace(config, lr=1.0), learner=learner),
              "the learner has settings of its own"),
             (lambda: train.train(lm=lm), "train needs a config"),
+            (lambda: train.train(learner=train.Learner), "the learner is a class: make it"),
+            (lambda: train.settings(pool=Pool(older), env=newer),
+             "the pool plays another class .*G than this one"),
             (lambda: train.train(train.Config()), "the config is not complete"),
             (lambda: train.train(taken, lm=lm), "is taken: continue the run in it with --resume"),
             (lambda: train.train(config, lm=random_tiny()), "r_max 3.0, and the model 10.0"),
@@ -152,6 +188,12 @@ def test_run_writes_its_files_and_eval_reproduces_its_evaluation(tmp_path, monke
     run_main(train, monkeypatch, "--env", env, "--batch_size", 5, "--horizon", 6, "--eval_games", 3,
              "--iterations", 2, "--out", run, *flags)
     assert all({*line["success_by_category"]} == {*categories} for line in check_run(run))
+    turn = types.SimpleNamespace(
+        won=True, score=1.0, truncated=False, context_overflow=False, category=None, metrics={},
+        done=True, invalid=False, admissible=True, action_ids=[1], prompt_ids=[1])
+    lm = types.SimpleNamespace(stopped=lambda ids: True)
+    metrics = rollout_metrics([turn], lm, {None: "none"}, 2)  # one game was not played
+    assert metrics["success_by_category"] == {"none": 1.0} and metrics["success"] == 0.5
     assert "\n| start | 1 | " in capsys.readouterr().out
     # the final weights with the run's settings play as they did at the end of the run
     run_main(evaluation, monkeypatch, "--model", run, "--limit", 3)

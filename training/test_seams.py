@@ -248,6 +248,16 @@ def test_optimizer_of_a_user_is_saved_and_restored(tmp_path, monkeypatch, strong
             assert moved[key] == pytest.approx(x, rel=2e-3, abs=1e-5), key
 
 
+def test_optimizer_that_needs_a_closure_is_refused():
+    class WithLBFGS(train.Learner):
+        def make_optimizer(self, groups, lr):
+            return torch.optim.LBFGS([p for group in groups for p in group], lr)
+
+    lm = load(TINY_HOUSE)
+    with pytest.raises(ValueError, match="LBFGS.step needs a closure"):
+        WithLBFGS(lm, train.settings(lm=lm))
+
+
 def test_optimizer_of_a_user_needs_float32(tmp_path, monkeypatch):
     (tmp_path / "optimizers.py").write_text(OPTIMIZERS)
     monkeypatch.chdir(tmp_path)

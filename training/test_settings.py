@@ -103,6 +103,35 @@ def test_settings_without_effect_are_named(capsys):
     assert "--gamma has no effect with --algo ppo" in capsys.readouterr().out
 
 
+def test_resume_means_a_run_that_is_there_unless_a_new_one_is_described(tmp_path):
+    out = str(tmp_path / "typo")
+    for given in (dict(iterations=4), dict(), dict(max_num_seqs=3, save_every=1)):
+        with pytest.raises(ValueError, match="there is no run in .*typo"):
+            train.settings(resume=True, out=out, **given)
+    with pytest.raises(ValueError, match="there is no run in"):
+        train.parse(["--resume", "--out", out, "--iterations", "4"])
+    assert train.settings(resume=True, out=out, env="house").resume  # a job's first start
+
+
+def test_what_an_environment_says_of_itself_must_make_sense():
+    for name, value, says in (
+            ("held_out", "test", "held_out is 'test'; it must be (split, number"),
+            ("held_out", 50, "held_out is 50"), ("validation", "val", "validation is 'val'"),
+            ("eval_temperatures", 0.4, "eval_temperatures is 0.4; it must be a tuple"),
+            ("eval_temperatures", (), "eval_temperatures is ()"),
+            ("horizon", None, "horizon is None; it must be a whole number")):
+        Mine = type("Mine", (House,), {name: value})
+        with pytest.raises(ValueError, match=re.escape(f"--env Mine: {says}")):
+            train.settings(env=Mine)
+    for env, says in (("environments.frozen_lake", "is a module; name its class, .*:CLASS"),
+                      ("__main__:Mine", "known only to the script or notebook")):
+        with pytest.raises(ValueError, match=says):
+            train.settings(env=env)
+    for given in (dict(env=House()), dict(algo=train.Learner)):
+        with pytest.raises(ValueError, match="it must be a text, MODULE:CLASS or the short name"):
+            train.settings(**given)
+
+
 @pytest.mark.parametrize("name, value", [("lr", "1e-4"), ("batch_size", 2.5), ("seed", "0")])
 def test_settings_are_numbers(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be a"):
