@@ -575,10 +575,10 @@ def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
         <think> Not </think> <action>go</action>. </think> <action>look</action>
 
     is "look". A response in the format also has a pair of think tags, and no Chinese character but
-    those of its action (as in verl-agent, which allows none at all). If no action is found, the
-    last `fallback` characters are it, and the response is not in the format. Tags may be in any
-    case. What a chat template begins a response with, <think> and a line break or an empty thought,
-    is no part of the last characters."""
+    in the words of its action (verl-agent allows none at all). If no action is found, the last
+    `fallback` characters are it, and the response is not in the format. Tags may be in any case.
+    What a chat template begins a response with, <think> and a line break or an empty thought, is no
+    part of the last characters."""
     # 1. Tags in lower case. Is there a thought?
     text = re.sub("</?(think|action)>", lambda tag: tag[0].lower(), text, flags=re.I | re.A)
     has_thought = 0 <= text.find("<think>") < text.find("</think>")
@@ -626,7 +626,7 @@ def env_class(name: str | type[Env]) -> type[Env]:
 
 
 def check_attributes(env: type[Env]) -> None:
-    """ValueError: one of those that a run reads is not of the kind that Env says."""
+    """ValueError: an attribute that a run reads is not of the kind that Env says."""
     def split(value):
         return (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)
                 and isinstance(value[1], int) and value[1] >= 0)
@@ -672,10 +672,11 @@ def working_directory_importable():
         sys.path.remove(folder)
 
 
-def name_of(name: str | type[Env]) -> str:
-    """The name by which a run records an environment: the short one, or MODULE:CLASS."""
+def name_of(name: str | type, short_names: dict = ENVS) -> str:
+    """The name by which a run records an environment, or another class of which some have short
+    names: the short one, or MODULE:CLASS."""
     long = f"{name.__module__}:{name.__qualname__}" if isinstance(name, type) else name
-    return next((short for short, known in ENVS.items() if known == long), long)
+    return next((short for short, known in short_names.items() if known == long), long)
 
 
 def make_env(name: str | type[Env], horizon=None, **options) -> Env:
@@ -723,10 +724,8 @@ def tasks(name: str | type[Env], split: str, **options) -> list:
     if not hasattr(env, "tasks"):
         raise ValueError(f"--env {label} has no method tasks(split)")
     ids = listed(env, split, label)
-    declared = ("train", env.held_out[0], *(env.validation or ())[:1])
-    if split not in declared and ids and {*ids} == {*listed(env, "train", label)}:
-        raise ValueError(f"--env {label}: the tasks of the split {split!r} are those of \"train\", "
-                         "so it is probably none; known: " + ", ".join(dict.fromkeys(declared)))
+    declared = [*dict.fromkeys(("train", env.held_out[0], *(env.validation or ())[:1]))]
+    training = [] if split in declared else listed(env, "train", label)
     if callable(getattr(env, "close", None)):
         env.close()
     if not ids:
@@ -734,6 +733,9 @@ def tasks(name: str | type[Env], split: str, **options) -> list:
     if wrong := [task for task in ids if isinstance(task, bool) or
                  not isinstance(task, (str, int))]:
         raise ValueError(f"--env {label}: a task id is {wrong[0]!r}; it must be str or int")
+    if {*ids} == {*training}:
+        raise ValueError(f"--env {label}: the tasks of the split {split!r} are those of \"train\", "
+                         f"so it is probably none; known: {', '.join(declared)}")
     (task, count), = collections.Counter(map(str, ids)).most_common(1)
     if count > 1:
         raise ValueError(f"--env {label}: the task id {task} comes {count} times in {split!r}")

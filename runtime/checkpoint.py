@@ -215,7 +215,7 @@ class RunDir:
 
     def save_checkpoint(self, iterations: int, fill: Callable) -> None:
         """Writes checkpoint-N with fill(folder), and then deletes the older ones."""
-        # under one name while it is written, so that one that is interrupted does not stay for ever
+        # all are written under one temporary name, so what an interrupt leaves is overwritten
         write_folder(self / f"checkpoint-{iterations}", fill, self / "checkpoint.new")
         if rank() == 0:
             for older in self.path.glob("checkpoint-*"):

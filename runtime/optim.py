@@ -136,9 +136,9 @@ class AdamW(torch.optim.Optimizer):
 # ------------------------------------------------------------------- ours, and any other optimizer
 
 def checked(optimizer, groups: list[list]):
-    """The optimizer of these groups of parameters, as it is. ValueError: it has others; its step
-    needs a closure; or it is not ours, and has 16-bit parameters: it would round every update
-    away."""
+    """The optimizer of these groups of parameters, as it is. ValueError: it has other
+    parameters; its step needs a closure; or it is not ours, and has 16-bit parameters: it would
+    round every update away."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is closure.empty:
         raise ValueError(f"{type(optimizer).__name__}.step needs a closure, and the gradients of a "

@@ -32,8 +32,8 @@ from runtime.cli import choose_threads, progress
 from runtime.distributed import (all_gather_list, barrier, broadcast_object, mean_or_zero, print0,
                                  rank, stop, world_size)
 from runtime.workers import GameError, is_importable
-from training.settings import (Config, as_json, check_class, check_model_settings, learner_class,
-                               name_of_method, options_of)
+from training.settings import (ALGOS, Config, as_json, check_class, check_model_settings,
+                               learner_class, options_of)
 
 # --------------------------------------------------------------------------- around the whole loop
 
@@ -132,7 +132,7 @@ def agreed(config: Config | None, lm, pool, learner) -> tuple:
                              "make the learner with the settings that you want")
         if lm and lm.model is not learner.lm.model:
             raise ValueError("lm and learner.lm are two models: give the learner alone")
-        config, lm = replace(learner.config, algo=name_of_method(type(learner))), learner.lm
+        config, lm = replace(learner.config, algo=envs.name_of(type(learner), ALGOS)), learner.lm
     if config is None:
         raise ValueError("train needs a config, made by settings(...), or a learner")
     if config.horizon is None:
@@ -544,8 +544,10 @@ def rollout_metrics(turns, lm, categories, episodes) -> dict:
         episodes - len(ends))
     won = {name: [] for name in categories.values()}
     for row in ends:
-        name = categories.get(row.get("category"), row.get("category"))
-        if name is not None and "category" in row:
+        if "category" not in row:  # it was not played
+            continue
+        name = categories.get(row["category"], row["category"])
+        if name is not None:
             won.setdefault(name, []).append(row["won"])
     # a category of which there was no episode in this iteration has None
     by_category = {name: mean_or_zero(x) if x else None for name, x in won.items()}

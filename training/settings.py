@@ -139,7 +139,7 @@ def check_types(config: dict) -> None:
         texts = (str, os.PathLike) if f.name in PATHS else (str, type) if f.name == "env" else str
         if f.type is str and not isinstance(value, texts):
             more = {"env": ", MODULE:CLASS or the short name, or a class",
-                    "algo": ", MODULE:CLASS or the short name; to train takes a learner itself"}
+                    "algo": ", MODULE:CLASS or the short name; a learner itself goes to train()"}
             raise ValueError(f"{f.name} is {value!r:.200}; it must be a text"
                              + more.get(f.name, ""))
         is_bool = isinstance(value, bool)  # Python counts it as a number, too
@@ -356,12 +356,6 @@ def parse(argv: list[str] = ()) -> Config:
         if name in given:
             print0(f"Warning: --{name} has no effect with --algo {config.algo}")
     return config
-
-
-def name_of_method(learner: type) -> str:
-    """What --algo calls the class of a learner: its short name, or MODULE:CLASS."""
-    long = f"{learner.__module__}:{learner.__qualname__}"
-    return next((short for short, known in ALGOS.items() if known == long), long)
 
 
 def learner_class(algo: str) -> type:
