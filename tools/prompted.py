@@ -9,6 +9,7 @@ It plays and reports as eval.py does, with the same flags. `plain` uses the prom
 These two, and a server, play in `window`, so they cannot play environments with tools.
 """
 import functools
+import itertools
 import os
 import re
 import sys
@@ -97,20 +98,29 @@ def reflect(sampler, failed, lessons, max_num_seqs, seed):
             lessons[number].append(sampler.lm.text(response.ids))
 
 
+def characters_of(messages: list[dict], before=False, tools=None) -> list[tuple]:
+    """What stands for token ids where a server has the tokenizer: [(role, character), ...]."""
+    return [(message["role"], character)
+            for message in messages for character in message["content"]]
+
+
 class Endpoint:
-    """An OpenAI-compatible server with the interface of a Sampler. Its tokens are characters, and
-    every request has a thread. The openai client retries where the server is busy."""
+    """An OpenAI-compatible server with the interface of a Sampler. Its tokens are characters, those
+    of a prompt with their role. Every request has a thread. The openai client retries where the
+    server is busy or out of reach. Once it has answered one, a prompt that it refuses (status 400
+    or 422: its filter, or too long) has an empty response, with a warning. ValueError: any other
+    failure, and a refusal before the first answer, which may be one of all prompts."""
 
     context = "window"
     lm = SimpleNamespace(text="".join, chat=SimpleNamespace(
-        response_prefix="", encode_user_turn=list,
-        encode_messages=lambda messages, before, tools: list(envs.obs_text(messages))))
+        response_prefix="", encode_messages=characters_of,
+        encode_user_turn=lambda text: characters_of([{"role": "user", "content": text}])))
 
     def __init__(self, settings):
         import openai
         self.url, self.max_new_tokens = settings.endpoint, settings.max_new_tokens
         self.limit = 4 * settings.max_prompt  # a token has about four characters
-        self.requests, self.steps = {}, 0
+        self.requests, self.steps, self.answered = {}, 0, False
         key = os.environ.get("OPENAI_API_KEY") or "none"  # the client requires one
         client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=6, timeout=300)
         self.create = functools.partial(
@@ -124,14 +134,20 @@ class Endpoint:
     def add(self, name, characters, uniforms):
         def send():
             try:
-                message = {"role": "user", "content": "".join(characters)}
-                completion = self.create(messages=[message])
+                completion = self.create(messages=[
+                    {"role": role, "content": "".join(character for _, character in part)}
+                    for role, part in itertools.groupby(characters, key=lambda pair: pair[0])])
                 content = completion.choices[0].message.content or ""  # None: it ran out of tokens
                 text = as_text(content, "a response")
-                request.set_result(SimpleNamespace(ids=[*text], logp=[], v=0.0, q=0.0))
+                self.answered = True
             except Exception as error:  # the client's own, or an answer of another form
-                why = " ".join(repr(error).split())[:300]
-                request.set_exception(ValueError(f"{self.url}: {why}"))
+                why = f"{self.url}: {' '.join(repr(error).split())[:300]}"
+                if not self.answered or getattr(error, "status_code", 0) not in (400, 422):
+                    request.set_exception(ValueError(why))
+                    return
+                print(f"a prompt is refused, so its response is empty: {why}", file=sys.stderr)
+                text = ""
+            request.set_result(SimpleNamespace(ids=[*text], logp=[], v=0.0, q=0.0))
 
         request = Future()
         self.requests[request] = name
