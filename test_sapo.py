@@ -52,7 +52,7 @@ from runtime.testing import (CONTEXTS, Calculator, GAMES, Gallery, Guess, HERE, 
                              SEEDS, SMALL, TINY_HOUSE, Wrapped, a_case, a_pool, a_run, advantages,
                              advantages_by_loop, as_on_a_gpu, batch_of, case_of, close, gradient,
                              near, off_policy, on_ranks, on_the_cpu, play, prepared, randn,
-                             random_model, read_lines, run_main, same_tokens_and_values,
+                             random_lm, read_lines, run_main, same_tokens_and_values,
                              small_config, tensor, unclipped, values_of, whitened)
 from sapo import (actor_loss, explained_variance, kl_loss, normalize_advantages, policy_loss,
                   sapo_loss, turn_targets, value_loss)
@@ -862,7 +862,7 @@ def check_against_scoring(lm, turns, context, atol=1e-4):
 @CONTEXTS
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kv_and_hf_engines_agree_with_each_other_and_with_scoring(architecture, context):
-    lm = random_model(architecture, seed=len(architecture))
+    lm = random_lm(architecture, seed=len(architecture))
     for temperature in (0.0, 1.0):
         played = {engine: play(lm, engine, context, temperature)[0] for engine in ("hf", "kv")}
         assert [t.action_ids for t in played["hf"]] == [t.action_ids for t in played["kv"]]
@@ -898,9 +898,9 @@ def test_other_architectures_work_with_kv_or_hf_or_are_refused_with_a_reason(arc
     config, kv_error, both_error = OTHER_ARCHITECTURES[architecture]
     if both_error:
         with pytest.raises(ValueError, match=both_error):
-            random_model(architecture, 1, **config)
+            random_lm(architecture, 1, **config)
         return
-    lm = random_model(architecture, 1, **config)
+    lm = random_lm(architecture, 1, **config)
     if kv_error:
         with pytest.raises(ValueError, match=f"use --engine hf: .*{kv_error}"):
             Sampler(lm, check=False)
@@ -912,7 +912,7 @@ def test_other_architectures_work_with_kv_or_hf_or_are_refused_with_a_reason(arc
 def test_faults_of_the_sampler_are_not_said_to_be_the_models(monkeypatch):
     monkeypatch.setattr(DecodeState, "sample", lambda state, n: state.no_such_name)
     with pytest.raises(AttributeError, match="no_such_name"):
-        Sampler(random_model("qwen2", 1))
+        Sampler(random_lm("qwen2", 1))
 
 
 def kill_now_and_then(pool, when):
@@ -932,7 +932,7 @@ def kill_now_and_then(pool, when):
 def test_rollout_does_not_depend_on_slots_workers_or_worker_deaths(context):
     """With any number of slots, of workers and of workers that die, the turns are the same up to
     rounding; with the same number of slots they are equal to the last bit."""
-    lm = random_model("qwen3", 1)
+    lm = random_lm("qwen3", 1)
     contents = lambda turns: [(t.traj, t.turn, t.action_ids, t.text, t.done) for t in turns]
     whole, _ = play(lm, "kv", context, 1.0)
     for max_num_seqs in (1, 3, 99):
@@ -971,7 +971,7 @@ def test_asynchronous_rollout_waits_for_no_slow_game_and_is_the_same_up_to_round
         context, tmp_path, monkeypatch):
     (tmp_path / f"{tmp_path.name}.py").write_text(SLOW_HOUSE.format(GAMES[2]))
     monkeypatch.chdir(tmp_path)
-    lm = random_model("qwen3", 1)
+    lm = random_lm("qwen3", 1)
     whole, _ = play(lm, "kv", context, 1.0)
     with contextlib.closing(Pool(f"{tmp_path.name}:Slow", {"horizon": 6}, workers=2)) as pool:
         sampler = Sampler(lm, "kv", context, 9)
@@ -995,7 +995,7 @@ def test_asynchronous_rollout_waits_for_no_slow_game_and_is_the_same_up_to_round
 
 @pytest.mark.parametrize("engine", ["kv", "hf"])
 def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     with torch.no_grad():  # two large rows, nearly the same: rounded logits would miss V by 0.05
         plus, minus = lm.value_rows.weight
         minus.copy_(40 * plus)
@@ -1015,7 +1015,7 @@ def test_values_come_from_hidden_states_and_not_from_rounded_logits(engine):
 
 def test_hf_engine_allows_one_step_more_than_needed(monkeypatch):
     """On a GPU, generate finds out one step late that all sequences have ended."""
-    lm, u = random_model("qwen2", 1), torch.rand(2, 5).numpy()
+    lm, u = random_lm("qwen2", 1), torch.rand(2, 5).numpy()
     prompts = [lm.chat.encode_user_turn("go to fridge 1"), lm.chat.encode_user_turn("look")]
     responses = Sampler(lm, "hf", max_new_tokens=5)(range(2), prompts, u)
     generate = lm.model.generate
@@ -1032,7 +1032,7 @@ def test_hf_engine_allows_one_step_more_than_needed(monkeypatch):
 def test_cache_grows_and_slots_are_compacted_without_changing_results():
     """Conversations of very different lengths start, end and continue. The hf engine, with which kv
     is compared, has neither cache nor slots."""
-    lm, rng = random_model("llama", 1), random.Random(0)
+    lm, rng = random_lm("llama", 1), random.Random(0)
     kv, hf = Sampler(lm, "kv", "full", 12), Sampler(lm, "hf", "full", 12)
     conversations = {name: [] for name in range(6)}
     for turn in range(5):
@@ -1061,7 +1061,7 @@ def test_cache_grows_and_slots_are_compacted_without_changing_results():
 def test_gpu_scheduling_samples_the_same_tokens(context, monkeypatch):
     """On a GPU, numbers of slots and lengths are rounded up, finished slots are decoded as padding,
     and steps are queued before the host knows which slots the steps before have finished."""
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     plain = [play(lm, "kv", context, 1.0, max_num_seqs=max_num_seqs)[0] for max_num_seqs in (99, 5)]
     as_on_a_gpu(monkeypatch)
     for one, max_num_seqs in zip(plain, (99, 5)):
@@ -1084,7 +1084,7 @@ def test_logits_of_a_16_bit_model_are_not_rounded():
 
 
 def test_hf_engine_restores_the_models_settings_even_after_errors(monkeypatch):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     before = lm.model.generation_config, lm.model.config._attn_implementation
     monkeypatch.setattr(lm.model, "generate", mock.Mock(side_effect=RuntimeError("failed")))
     with pytest.raises(RuntimeError, match="failed"):
@@ -1100,7 +1100,7 @@ def test_full_context_encodes_every_token_once(monkeypatch):
         return prefill(state, ids, slot, num_cached, length, *rest)
 
     monkeypatch.setattr(DecodeState, "prefill", counting)
-    lm = random_model("llama", 1)
+    lm = random_lm("llama", 1)
     _, sampler = play(lm, "kv", "full", 1.0, horizon=1)  # with the check of a new sampler
     encoded.clear()
     turns = rollout(sampler, GAMES, Pool("house", {"horizon": 6}), seed=(3,))
@@ -1132,7 +1132,7 @@ def test_non_finite_logits_skip_the_step_and_index_no_invalid_token(tmp_path):
     logits = torch.tensor([[NAN] * 300, [math.inf, -math.inf] * 150, [0.0] * 300])
     token, logp = sample_token(logits, torch.full((3,), 0.9), (0, 1), 0.7)
     assert ((0 <= token) & (token < 300)).all() and logp.isfinite().tolist() == [False, False, True]
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     sampler = Sampler(lm, max_new_tokens=9)
     with torch.no_grad():
         lm.head.weight[7] = NAN
@@ -1155,7 +1155,7 @@ class NoHostSync(TorchDispatchMode):
 
 @CONTEXTS
 def test_decoding_step_has_no_host_sync_and_no_copy(context):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     sampler = Sampler(lm, context=context, max_new_tokens=6)
     for name in range(3):
         sampler.add(name, [5 + name] * (4 + name), torch.full((6,), 0.3))
@@ -1171,7 +1171,7 @@ def test_decoding_step_has_no_host_sync_and_no_copy(context):
 
 
 def test_reserved_tokens_are_never_sampled_even_if_they_are_most_likely():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     with torch.no_grad():
         weight = lm.model.lm_head.weight
         weight[list(lm.value_ids)] = 3 * weight.abs().max()
@@ -1207,7 +1207,7 @@ def test_when_no_prompt_fits_the_task_is_named_and_not_the_prompt():
 
 
 def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     free, _ = play(lm, "kv", "window", 1.0)
     longest = max(len(t.prompt_ids) for t in free)
     tight, sampler = play(lm, "kv", "window", 1.0, sampler_options={"max_prompt": longest - 10})
@@ -1242,7 +1242,7 @@ def test_long_prompts_shorten_the_history_then_end_the_episode_then_raise():
 @CONTEXTS
 @pytest.mark.parametrize("workers", [0, 2])
 def test_interrupted_rollout_returns_the_episodes_that_are_over(context, workers):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     sampler, longest = Sampler(lm, context=context, max_new_tokens=40), []
     options = dict(seed=3, max_num_seqs=3)
     run = sampler.run
@@ -1263,7 +1263,7 @@ def test_interrupted_rollout_returns_the_episodes_that_are_over(context, workers
 
 
 def test_a_seed_is_a_number_or_several():
-    turns = [play(random_model("qwen2", 1), "kv", "window", 1.0, seed=seed, horizon=2)[0]
+    turns = [play(random_lm("qwen2", 1), "kv", "window", 1.0, seed=seed, horizon=2)[0]
              for seed in (3, (3,), np.int64(3), (3, 0))]
     assert turns[0] == turns[1] == turns[2] != turns[3]
     assert math.isnan(turns[0][0].advantage)
@@ -1306,7 +1306,7 @@ def test_terminated_counts_where_an_environment_says_terminated_and_truncated():
 
 def test_v_learns_in_16_bits_at_the_papers_learning_rate():
     """A step of 1e-6 would be rounded away in a bfloat16 row of ordinary size."""
-    base, batch = random_model("qwen2", 0), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
+    base, batch = random_lm("qwen2", 0), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
     model, targets = base.model.bfloat16(), (torch.zeros(2), torch.ones(2))
     for tokens in ((7, 8), base.value_ids):  # rows that are 0, and two equal ones of ordinary size
         lm = actor_critic(model, base.tokenizer, None if tokens == base.value_ids else tokens,
@@ -1415,7 +1415,7 @@ def test_importing_and_wrapping_changes_no_process_wide_settings():
 
 
 def test_actor_critic_accepts_compiled_models_token_ids_and_tokenizers_without_template():
-    lm = random_model("llama", 1)
+    lm = random_lm("llama", 1)
     tokenizer = copy.deepcopy(lm.tokenizer)
     tokenizer.chat_template = None
     whole = copy.deepcopy(lm.model)
@@ -1490,7 +1490,7 @@ def test_sizes_of_micro_batches_and_chunks_change_no_gradient(tmp_path, context,
 def test_gradients_of_a_16_bit_model_are_added_up_in_float32(tmp_path, unclipped):
     """A sum over many micro-batches, against the sum of their gradients in float64."""
     def error(state_dtype):
-        lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+        lm = random_lm("qwen2", 1, dtype=torch.bfloat16)
         case = off_policy(prepared(tmp_path, "--mini_batch", 1000, "--tokens_per_micro_batch", 1,
                                    "--optim_state_dtype", state_dtype, lm=lm))
         case.step()
@@ -1510,7 +1510,7 @@ def test_update_of_a_16_bit_model_can_be_compiled_again_at_any_time(monkeypatch,
     """The compiler cannot trace a 16-bit model that has float32 gradients."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.utils.counters.clear()
-    lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+    lm = random_lm("qwen2", 1, dtype=torch.bfloat16)
     optimizer = optim.AdamW([{"params": params} for params in lm.parameters()], 1e-3)
     batch = batch_of(play(lm, "kv", "window", 1.0)[0])
     fast = dataclasses.replace(lm, compile=True)
@@ -1703,7 +1703,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path, unclipped, mon
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     found = []
     for flags in ((), ("--gradient_checkpointing",)):
-        lm, saved = random_model("qwen2", 1), []
+        lm, saved = random_lm("qwen2", 1), []
         lm = with_speed_and_memory_settings(lm, small_config(tmp_path, *flags))
         lm = dataclasses.replace(lm, compile=compile and bool(flags))
         case = prepared(tmp_path, *flags, lm=lm)
@@ -1719,7 +1719,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path, unclipped, mon
 
 def update_of_a_rank(rank, size, uneven, context, out):
     distributed.BUCKET = 3000  # several of them
-    lm, share = random_model("qwen2", 1), range(rank, 5, size)
+    lm, share = random_lm("qwen2", 1), range(rank, 5, size)
     if uneven:
         share = range(5) if rank == 0 else []
     config = train.parse(["--mini_batch", "1000", "--tokens_per_micro_batch", "300",
@@ -1758,14 +1758,14 @@ def test_random_numbers_differ_between_seeds_trajectories_and_turns():
 
 
 def test_generate_depends_on_its_seed_alone():
-    sampler = Sampler(random_model("qwen2", 1), context="full", max_new_tokens=8)
+    sampler = Sampler(random_lm("qwen2", 1), context="full", max_new_tokens=8)
     sampler.add("left", [5, 6], [0.5] * 8)
     one, other, again = (sampler.generate([[5, 6, 7]], seed) for seed in (0, 1, 0))
     assert one == again and one[0].ids != other[0].ids and not sampler.busy
 
 
 def test_tag_that_the_template_begins_counts_as_part_of_the_response(monkeypatch):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     lm.chat.response_prefix = "<think>\n"
     monkeypatch.setattr(type(lm), "text", lambda lm, ids: "a</think><action>look</action>")
     turn, = play(lm, "kv", "window", 1.0, games=GAMES[:1], horizon=1)[0]
@@ -1773,14 +1773,14 @@ def test_tag_that_the_template_begins_counts_as_part_of_the_response(monkeypatch
 
 
 def test_generation_settings_of_a_model_do_not_change_the_policy():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     lm.model.generation_config.repetition_penalty = 9.0
     hf, kv = (play(lm, engine, "window", 1.0, horizon=2)[0] for engine in ("hf", "kv"))
     assert [t.action_ids for t in hf] == [t.action_ids for t in kv]
 
 
 def test_bias_of_the_head_counts_in_the_readout_and_starts_at_zero():
-    lm, batch = random_model("phi", 1), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
+    lm, batch = random_lm("phi", 1), make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
     torch.nn.init.normal_(lm.head.bias)
     del lm.model.sapo_value_rows  # so that they are read from the head again
     lm = actor_critic(lm.model, lm.tokenizer, value_ids=lm.value_ids, tau_v=lm.tau_v)
@@ -1935,7 +1935,7 @@ def test_frozen_parameters_stay_as_they_are():
 
 
 def test_wrapping_a_model_again_keeps_its_values():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     again = actor_critic(lm.model, lm.tokenizer, tau_v=0.5, r_max=2.0)
     assert again.value_ids == lm.value_ids and again.value_rows is lm.value_rows
     assert lm.value_rows.weight.all()
@@ -2057,7 +2057,7 @@ def test_sampler_that_disagrees_with_the_learner_is_named_once(context, options,
 def test_v_and_q_learn_whatever_the_head_is(tmp_path, head):
     """The head's own rows of w+ and w- have no gradient, and a saved folder has the trained ones in
     their places."""
-    lm = random_model("qwen2", 0 if head == "tied" else 1)
+    lm = random_lm("qwen2", 0 if head == "tied" else 1)
     if head == "frozen":
         lm.head.weight.requires_grad_(False)
     if head == "resized":

@@ -14,7 +14,7 @@ from baselines.learners import Critic
 from model import make_batch
 from rollout import Sampler, rollout
 from runtime.testing import (CONTEXTS, SEEDS, a_case, advantages, close, near, on_the_cpu,
-                             prepared, randn, random_model, tensor, whitened)
+                             prepared, randn, random_lm, tensor, whitened)
 from sapo import turn_targets
 from training.settings import learner_class
 
@@ -197,14 +197,14 @@ def test_ppo_whitens_gae_over_tokens_and_its_critic_regresses_on_the_return(tmp_
 
 @pytest.mark.parametrize("algo", ["ppo", "ppo-turns"])
 def test_critic_of_a_16_bit_model_learns(tmp_path, algo):
-    lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+    lm = random_lm("qwen2", 1, dtype=torch.bfloat16)
     case = prepared(tmp_path, "--algo", algo, lm=lm)
     assert case.step()["loss_critic"] > 0
 
 
 def test_critic_starts_at_zero():
     batch = make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
-    assert not Critic(random_model("qwen2", 1))(batch).any()
+    assert not Critic(random_lm("qwen2", 1))(batch).any()
 
 
 def test_critic_has_its_own_learning_rate(tmp_path):

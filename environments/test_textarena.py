@@ -6,7 +6,7 @@ import pytest
 import envs
 from envs import Pool, tasks
 from rollout import Sampler, rollout
-from runtime.testing import on_the_cpu, random_model
+from runtime.testing import on_the_cpu, random_lm
 
 textarena = pytest.importorskip("textarena")
 
@@ -70,7 +70,7 @@ def test_games_are_those_of_the_package_also_side_by_side(name):
 
 
 def test_splits_share_no_seed_and_games_can_be_played_by_a_model():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     for name in MOVES:
         env = envs.env_class(f"environments.textarena:{name}")
         train, test, validation = (tasks(env, s) for s in ("train", "test", "validation"))

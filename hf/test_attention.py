@@ -8,7 +8,7 @@ import torch
 from hf import attention
 from model import actor_critic
 from rollout import Sampler
-from runtime.testing import flash_attention_forward, on_the_cpu, random_model
+from runtime.testing import flash_attention_forward, on_the_cpu, random_lm
 from tools.imitate import random_tiny
 
 
@@ -54,7 +54,7 @@ def test_attention_in_pieces_equals_attention_with_a_mask(monkeypatch, groups):
     ([{"keys": (1, 2, 8), "values": (1, 2, 8)}], "is not keys and values"),
     ([{"keys": (1, 1, 2, 8), "values": (1, 1, 2, 8)}], "is not keys and values")])
 def test_kv_caches_of_another_form_are_refused(shapes, says):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     layers = [types.SimpleNamespace(**{name: torch.zeros(shape) for name, shape in layer.items()})
               for layer in shapes]
     lm.model.base_model.register_forward_hook(lambda module, inputs, output: {
@@ -66,7 +66,7 @@ def test_kv_caches_of_another_form_are_refused(shapes, says):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generate_works_as_before_after_wrapping_a_model(dtype):
     """With and without a cache, and with padding on the left."""
-    model = copy.deepcopy(random_model("qwen2", 1, dtype=dtype).model)
+    model = copy.deepcopy(random_lm("qwen2", 1, dtype=dtype).model)
     model.set_attn_implementation("sdpa")
     ids = torch.randint(20, 400, (4, 30), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(30) >= torch.tensor([0, 3, 11, 29])[:, None]).long()

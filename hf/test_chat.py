@@ -10,7 +10,7 @@ import envs
 from environments.house import House
 from hf.chat import CALLS, Chat, TOOLS
 from model import actor_critic, load
-from runtime.testing import TINY_HOUSE, on_the_cpu, random_model
+from runtime.testing import TINY_HOUSE, on_the_cpu, random_lm
 from tools.imitate import random_tiny
 
 
@@ -350,7 +350,7 @@ def test_messages_that_cannot_be_are_named(messages, message):
 
 
 def test_text_cannot_spell_value_tokens():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     lm.tokenizer.add_tokens(["<plus>", "<minus>"])  # which are not special
     lm = actor_critic(lm.model, lm.tokenizer, value_tokens=("<plus>", "<minus>"))
     assert not {*lm.value_ids} & {*lm.chat.encode_user_turn("a <plus> and a <minus>")}
@@ -382,7 +382,7 @@ def test_text_cannot_spell_control_tokens_in_other_letters(attack, strip):
 
 
 def test_text_cannot_spell_value_tokens_that_are_words():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     words = ["sofa", "vase"]
     ids = {*lm.tokenizer.convert_tokens_to_ids(words)}
     assert ids & {*lm.chat.encode_user_turn("".join(words))}

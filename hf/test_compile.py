@@ -10,7 +10,7 @@ import torch
 from hf import compile as compile_module
 from hf.verify import zero_gradients
 from runtime.testing import (CONTEXTS, GPU, as_on_a_gpu, batch_of, gpu, gradient, on_the_cpu, play,
-                             random_model, same_tokens_and_values)
+                             random_lm, same_tokens_and_values)
 
 
 @pytest.mark.parametrize("error, again", [
@@ -57,7 +57,7 @@ def test_compiled_sampling_gives_the_same_tokens(context, monkeypatch):
     if not GPU:  # C++ takes a minute to compile; what is traced is the same
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    lm, counters = random_model("qwen2", 3, layers=1), torch._dynamo.utils.counters
+    lm, counters = random_lm("qwen2", 3, layers=1), torch._dynamo.utils.counters
     turns, graphs = [], []
     for compile in (False, True, True):
         turns.append(play(lm, "kv", context, 1.0, sampler_options={"compile": compile})[0])
@@ -75,7 +75,7 @@ def test_compiled_scoring_needs_few_graphs_for_all_layers_and_shapes(monkeypatch
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch._dynamo.reset()
-    lm, found = random_model("qwen2", 3, layers=4), []
+    lm, found = random_lm("qwen2", 3, layers=4), []
     turns, graphs = play(lm, "kv", "full", 1.0)[0], {}
     batches = [batch_of(turns[n:n + 6]) for n in (0, 6, 9)]
     for compile, chunk in ((False, 10 ** 6), (True, 10 ** 6), (True, 20)):
@@ -96,7 +96,7 @@ def test_compiled_scoring_needs_few_graphs_for_all_layers_and_shapes(monkeypatch
 
 
 def test_decoding_runs_eagerly_where_memory_is_too_short_to_capture(monkeypatch, caplog):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(compile_module.CudaGraphs, "capture",
@@ -110,7 +110,7 @@ def test_decoding_runs_eagerly_where_memory_is_too_short_to_capture(monkeypatch,
 @CONTEXTS
 @pytest.mark.parametrize("compile", [False, True])
 def test_captured_graphs_sample_the_same_tokens(gpu, context, compile):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     on_cpu = play(lm, "kv", context, 1.0)[0]
     lm = dataclasses.replace(lm, model=lm.model.cuda(), value_rows=lm.value_rows.cuda())
     turns, sampler = play(lm, "kv", context, 1.0, sampler_options={"compile": compile})

@@ -19,7 +19,7 @@ from hf.chat import used_tokens
 from hf.loading import RESULTS, find_stop_ids, reserve_value_ids, resolve_model, sapo_json_of
 from model import actor_critic, load, make_batch
 from rollout import Sampler
-from runtime.testing import GAMES, TINY_HOUSE, on_the_cpu, random_model
+from runtime.testing import GAMES, TINY_HOUSE, on_the_cpu, random_lm
 from tools import imitate
 from tools.imitate import random_tiny
 
@@ -100,7 +100,7 @@ def test_tokens_that_a_tokenizer_has_a_name_for_are_used():
     ("opt", dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5)),
     ("qwen2", dict(attention_dropout=0.5)), ("mixtral", dict(router_jitter_noise=0.5))])
 def test_train_mode_gives_the_same_scores(architecture, more):
-    lm = random_model(architecture, 1, **more)
+    lm = random_lm(architecture, 1, **more)
     batch = make_batch([([*range(9, 29)], [(2, 6), (9, 20)])])
     with torch.no_grad():
         scores = [torch.cat(lm.score(batch)) for _ in (lm.model.train(), lm.model.eval())]
@@ -145,7 +145,7 @@ def test_saved_folder_works_in_plain_transformers_and_keeps_its_values(tmp_path,
 
 
 def test_unusable_models_are_refused_with_a_reason(tmp_path):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     lm.tokenizer.chat_template = None
     lm.save(tmp_path / "mute")
     adapter, words, short = (tmp_path / name for name in ("adapter", "words", "short"))
@@ -155,7 +155,7 @@ def test_unusable_models_are_refused_with_a_reason(tmp_path):
     config = json.loads((words / "config.json").read_text())
     (words / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     (words / "sapo.json").unlink()
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     lm.tokenizer.add_tokens(["one", "more", "word"])
     lm.save(short)
     for name, complaint in ((str(tmp_path / "mute"), "chat template"), (adapter, "does not name"),
@@ -177,7 +177,7 @@ def test_value_tokens_have_rows_in_the_head():
 
 
 def test_response_ends_with_every_token_that_the_model_or_the_template_names():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     end = lm.chat.end_of_turn_id()
     lm.model.generation_config.eos_token_id, lm.tokenizer.eos_token = [7, 8], None
     assert find_stop_ids(lm.model, lm.tokenizer, lm.chat) == (*sorted({7, 8, end}),)
@@ -196,7 +196,7 @@ def test_missing_weights_are_an_error(tmp_path):
 
 def test_saved_config_has_the_rope_names_of_transformers_4(tmp_path):
     rope = {"rope_type": "linear", "factor": 2.0}
-    lm = random_model("llama", 1, rope_parameters=rope | {"rope_theta": 5000.0})
+    lm = random_lm("llama", 1, rope_parameters=rope | {"rope_theta": 5000.0})
     lm.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, rope)
@@ -206,7 +206,7 @@ def test_saved_config_has_the_rope_names_of_transformers_4(tmp_path):
                                          "PYTHONCOERCECLOCALE": "0"}])
 def test_special_tokens_keep_their_ids_in_any_locale(tmp_path, locale):
     """A model is saved and loaded by a process whose encoding is the locale's, twice."""
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     names = ["<|\u00fcber|>", "<|\u7528\u6237|>", "<|\u043c\u0438\u0440|>"]
     lm.tokenizer.add_special_tokens({"additional_special_tokens": names})
     lm.tokenizer.chat_template += "{# \u7528\u6237 #}"
@@ -237,7 +237,7 @@ def test_models_are_found_in_the_home_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rows", [-2, 100])
 def test_resized_model_is_used_as_it_is_now(tmp_path, tied, rows):
     """With more rows everything works; without those of w+ and w-, one line says so."""
-    lm = random_model("qwen2", 1, tie_word_embeddings=tied)
+    lm = random_lm("qwen2", 1, tie_word_embeddings=tied)
     rows += len(lm.head.weight)
     lm.model.resize_token_embeddings(rows)
     batch = make_batch([([*range(9, 29)], [(2, 6), (9, 20)])])
@@ -290,7 +290,7 @@ def test_folders_of_models_recommend_settings_and_pass_them_on(tmp_path):
 
 
 def test_head_with_a_hook_or_an_adapter_is_refused():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     torch.nn.init.normal_(lm.head.weight)
     hook = lm.head.register_forward_hook(lambda module, inputs, output: output * 0.1)
     with pytest.raises(ValueError, match="not a plain linear layer"):
@@ -302,7 +302,7 @@ def test_head_with_a_hook_or_an_adapter_is_refused():
 
 
 def test_adapters_are_refused():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     layer = lm.model.model.layers[0].mlp
     layer.up_proj.base_layer = torch.nn.Linear(2, 2)  # as peft wraps a layer
     for use in (lambda: actor_critic(lm.model, lm.tokenizer),

@@ -19,7 +19,7 @@ from model import actor_critic, load, make_batch, restricted_log_softmax
 from rollout import Sampler
 from runtime.testing import (CONTEXTS, GAMES, TINY_HOUSE, OneRank, TwoRanks, adapted_model,
                              batch_of, case_of, checkpoints, gradient, near, off_policy, on_ranks,
-                             on_the_cpu, play, prepared, random_model, read_lines,
+                             on_the_cpu, play, prepared, random_lm, read_lines,
                              run_main, same_tokens_and_values, small_config, strong, unclipped,
                              values_of)
 from tools import imitate
@@ -43,7 +43,7 @@ def test_scores_and_gradients_are_those_of_dense_weights(architecture, seed):
     turns = play(lm, "kv", "full", 1.0)[0]
     batch, layers = batch_of(turns, "full"), adapted_layers(lm.model)
     assert len(layers) == {"phi3": 8}.get(architecture, 14)
-    dense = random_model(architecture, seed)
+    dense = random_lm(architecture, seed)
     names = {name: name for name, _ in dense.model.named_parameters()}
     params = {name: p.detach() for name, p in lm.model.named_parameters() if name in names}
     for name, layer in layers.items():
@@ -79,7 +79,7 @@ def test_sampler_and_scoring_pass_compute_the_same(architecture, seed, context):
     scores = lm.score(batch_of(played[0], context))
     near(torch.tensor([x for t in played[0] for x in t.logp]), scores.logp)
     near(values_of(played[0]), lm.r_max * torch.stack([scores.p_v, scores.p_q], 1))
-    base, _ = play(random_model(architecture, seed), "kv", context, 1.0)
+    base, _ = play(random_lm(architecture, seed), "kv", context, 1.0)
     assert [t.action_ids for t in played[0]] != [t.action_ids for t in base]
 
 
@@ -139,7 +139,7 @@ def test_reference_is_the_untouched_model_to_the_bit_and_shares_its_weights(tmp_
     for p in adapter_tensors(lm.model):
         torch.nn.init.normal_(p)
     batch = make_batch([([*range(9, 40)], [(5, 12), (20, 31)])])
-    untouched = random_model("qwen2", 1)
+    untouched = random_lm("qwen2", 1)
     with torch.no_grad():
         assert torch.equal(learner.reference.score(batch).logp, untouched.score(batch).logp)
         assert not torch.equal(lm.score(batch).logp, untouched.score(batch).logp)
@@ -557,7 +557,7 @@ def test_sampler_accepts_adapters_of_which_a_layer_does_nothing():
 
 
 def test_models_that_cannot_have_adapters_are_refused():
-    lm = random_model("gpt2", 1, n_embd=32, n_layer=1, n_head=4)
+    lm = random_lm("gpt2", 1, n_embd=32, n_layer=1, n_head=4)
     with pytest.raises(ValueError, match="has no folder or hub id: save it"):
         actor_critic(lm.model, lm.tokenizer, lora_rank=2)
     lm.model.name_or_path = "hf"

@@ -14,7 +14,7 @@ from hf.verify import check_initial_readout, compiled_scoring
 from model import make_batch
 from rollout import DecodeState, Sampler, sample_token
 from runtime.testing import (CONTEXTS, INF, as_on_a_gpu, batch_of, flash_attention_forward,
-                             on_the_cpu, play, random_model, same_tokens_and_values)
+                             on_the_cpu, play, random_lm, same_tokens_and_values)
 from tools.imitate import random_tiny
 
 
@@ -26,7 +26,7 @@ def test_compiled_scoring_that_fails_at_a_second_width_is_not_used(monkeypatch, 
             return backbone(input_ids=input_ids, **inputs)
         return run
 
-    widths, lm = set(), random_model("qwen2", 1)
+    widths, lm = set(), random_lm("qwen2", 1)
     monkeypatch.setattr(compile_module, "compiled_layers", for_one_width)
     monkeypatch.setattr(compile_module, "compiled", lambda function: function)
     assert compiled_scoring(lm, 1000) is lm and len(widths) == 2
@@ -38,7 +38,7 @@ def test_failed_compilation_or_capture_falls_back_to_eager_with_a_warning(monkey
         def forward(self, *args, **kwargs):
             raise torch._dynamo.exc.TorchDynamoException("no compiler\nhere")
 
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     plain = play(lm, "kv", "window", 1.0)[0]
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda *args, **options: Fails())
@@ -77,7 +77,7 @@ def reversed_positions(backbone):
     (False, compile_module.CudaGraphs, "capture", fail_in_a_way_of_its_own, "KeyError: 'kernel'")])
 def test_fast_way_that_fails_or_is_wrong_gives_way_to_the_plain_one(
         monkeypatch, caplog, context, compile, owner, name, wrong, says):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     plain = play(lm, "kv", context, 1.0)[0]
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(owner, name, wrong)
@@ -92,7 +92,7 @@ def test_fast_way_that_fails_or_is_wrong_gives_way_to_the_plain_one(
 
 
 def test_compiled_scoring_that_is_wrong_is_not_used(monkeypatch, caplog):
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     monkeypatch.setattr(compile_module, "compiled_layers", lambda body: lambda **inputs: (
         types.SimpleNamespace(last_hidden_state=1.1 * body(**inputs).last_hidden_state)))
     monkeypatch.setattr(compile_module, "compiled", lambda function: function)
@@ -119,7 +119,7 @@ def round_differently(lm, rate):
 @pytest.mark.parametrize("temperature", [1.0, 0.4, 0.0])
 def test_correct_sampler_of_a_16_bit_model_passes_the_check_despite_rounding(context, temperature):
     for rate in (0.003, 0.1):
-        lm = random_model("qwen2", 1, layers=6, dtype=torch.bfloat16, initializer_range=0.15)
+        lm = random_lm("qwen2", 1, layers=6, dtype=torch.bfloat16, initializer_range=0.15)
         round_differently(lm, rate)
         weights = [*lm.model.parameters()]
         Sampler(lm, "kv", context, 30, temperature)
@@ -158,7 +158,7 @@ MISTAKES = {  # name: a change of the arguments of a pass with a cache
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampler_with_a_wrong_mask_or_position_is_refused(context, mistake, dtype):
-    lm = random_model("qwen2", 1, dtype=dtype)
+    lm = random_lm("qwen2", 1, dtype=dtype)
 
     def spoil(module, inputs, kwargs):
         if kwargs.get("use_cache"):
@@ -177,7 +177,7 @@ def test_sampler_with_a_wrong_mask_or_position_is_refused(context, mistake, dtyp
 def test_sampler_that_draws_wrong_tokens_is_refused(monkeypatch, name, change, says):
     monkeypatch.setattr(rollout_module, name, change)
     with pytest.raises(ValueError, match=f"the error of its {says} is"):
-        Sampler(random_model("qwen2", 1))
+        Sampler(random_lm("qwen2", 1))
 
 
 def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch):
@@ -198,7 +198,7 @@ def test_values_read_from_the_wrong_token_are_refused_in_a_new_model(monkeypatch
 @CONTEXTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampler_can_be_made_between_a_forward_pass_and_its_backward_pass(context, dtype):
-    lm = random_model("qwen2", 1, dtype=dtype)
+    lm = random_lm("qwen2", 1, dtype=dtype)
     batch = make_batch([([*range(9, 19)], [(2, 4), (6, 9)])])
     scores = lm.score(batch)
     params = [*lm.model.parameters(), *lm.value_rows.parameters()]
@@ -210,7 +210,7 @@ def test_sampler_can_be_made_between_a_forward_pass_and_its_backward_pass(contex
 
 
 def test_sampler_reads_values_by_the_rows_as_they_are_now():
-    lm, u = random_model("qwen2", 1), [[0.5] * 4]
+    lm, u = random_lm("qwen2", 1), [[0.5] * 4]
     sampler = Sampler(lm, max_new_tokens=4)
     before, = sampler([0], [[5, 6, 7]], u)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_sampler_reads_values_by_the_rows_as_they_are_now():
 
 
 def test_sampler_is_checked_once_per_model_and_context(monkeypatch):
-    lm, compared = random_model("qwen2", 1), []
+    lm, compared = random_lm("qwen2", 1), []
     check = verify.check_against_reference
     monkeypatch.setattr(verify, "check_against_reference",
                         lambda sampler: compared.append(sampler.context) or check(sampler))
@@ -237,7 +237,7 @@ def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, contex
     """Whole conversations of more than a piece, and a mistake that shows only there."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
     monkeypatch.setattr(compile_module, "compiled_layers", lambda backbone: backbone)
-    lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+    lm = random_lm("qwen2", 1, dtype=torch.bfloat16)
     as_on_a_gpu(monkeypatch)
     sampler, found = Sampler(lm, "kv", context, 30, compile=True), []
     assert sampler.state.in_pieces and verify.verified[lm.model][context, True]
@@ -268,7 +268,7 @@ def test_sampler_checks_and_uses_attention_in_pieces(monkeypatch, caplog, contex
 
 
 def test_saturated_initial_readout_is_refused_with_a_remedy():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     ids = lm.chat.encode_user_turn("hello")
     one, both = sorted(lm.tau_v * lm.score(make_batch(  # |z+ - z-| of Q and V
         [(ids + [lm.chat.end_of_turn_id()], [(len(ids), len(ids) + 1)])]))[k].abs().item()

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import envs
 import eval as evaluation
 from runtime import report
-from runtime.testing import GAMES, INF, NAN, a_run, on_the_cpu, play, random_model, run_main
+from runtime.testing import GAMES, INF, NAN, a_run, on_the_cpu, play, random_lm, run_main
 
 
 def test_runs_with_other_settings_are_other_rows_and_a_seed_counts_once(tmp_path, capsys):
@@ -32,7 +32,7 @@ def test_runs_with_other_settings_are_other_rows_and_a_seed_counts_once(tmp_path
 
 
 def test_episode_page_shows_all_numbers_and_escapes_text():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     turns, _ = play(lm, "kv", "window", 1.0, games=GAMES[:1])
     evil = "<script>alert(1)</script>"
     turns[0].messages, turns[0].task, turns[0].advantage = envs.user_message(evil), evil, -1.25

@@ -17,7 +17,7 @@ from envs import Pool, default_workers, make_env, tasks
 from rollout import Sampler, rollout
 from runtime.answers import as_command
 from runtime.distributed import stop
-from runtime.testing import (GAMES, HERE, MY_ENV, a_pool, on_the_cpu, random_model,
+from runtime.testing import (GAMES, HERE, MY_ENV, a_pool, on_the_cpu, random_lm,
                              run_main)
 
 
@@ -422,7 +422,7 @@ def test_rollout_is_interrupted_while_it_waits_for_a_slow_game(own):
     name = own(("self.turn += 1", "import time; time.sleep(600)"))
     told = iter([False] * 4)
     with contextlib.closing(Pool(name, workers=1)) as pool:
-        sampler = Sampler(random_model("qwen2", 1), max_new_tokens=2)
+        sampler = Sampler(random_lm("qwen2", 1), max_new_tokens=2)
         assert rollout(sampler, [5, 10], pool, interrupted=lambda: next(told, True)) == []
         assert not pool.games
 

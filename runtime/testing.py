@@ -282,7 +282,7 @@ class Gallery(envs.Env):
 CONTEXTS = pytest.mark.parametrize("context", ["window", "full"])
 
 
-def random_model(architecture, seed=0, layers=2, dtype=torch.float32, **more):
+def random_lm(architecture, seed=0, layers=2, dtype=torch.float32, **more):
     """A random model of an architecture, with the tiny model's tokenizer. Its weights are so large
     that it prefers some tokens clearly, and many tokens end a response, so that lengths differ."""
     base = random_tiny()
@@ -302,7 +302,7 @@ def random_model(architecture, seed=0, layers=2, dtype=torch.float32, **more):
 
 def adapted_model(architecture="qwen2", seed=1, rank=4, trained=True, **more):
     """A random model with adapters, which are as if they had been trained, or new ones."""
-    plain = random_model(architecture, seed, **more)
+    plain = random_lm(architecture, seed, **more)
     plain.model.name_or_path = str(HERE / "hf")  # any folder that is no run's
     lm = actor_critic(plain.model, plain.tokenizer, lora_rank=rank)
     if trained:
@@ -444,7 +444,7 @@ def prepared(tmp_path, *flags, lm=None):
     """A case of a model whose readouts are not all 0, and of turns of random returns, of which some
     are invalid, and some answer the same observation."""
     config, rng = small_config(tmp_path, *flags), random.Random(0)
-    lm = dataclasses.replace(lm or random_model("qwen2", 1), r_max=config.r_max)
+    lm = dataclasses.replace(lm or random_lm("qwen2", 1), r_max=config.r_max)
     turns = play(lm, "kv", config.context, 1.0)[0]
     for t in turns:
         t.reward = rng.choice([0, 0, 10.0]) * t.done

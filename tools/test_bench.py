@@ -6,12 +6,12 @@ import torch
 
 import train
 from model import load
-from runtime.testing import check_run, on_the_cpu, random_model, run_main
+from runtime.testing import check_run, on_the_cpu, random_lm, run_main
 from tools import bench
 
 
 def test_flops_match_a_count_by_hand():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 64 + 3 * 32 * 64 + 2 * 32  # q o, k v, biases, MLP, norms
     layers, head = 2 * layer + 32, 32 * lm.model.config.vocab_size
     attention = 2 * (10 ** 2 + 20 ** 2) * 2 * 32  # half of 4 T^2 for each layer and unit of width

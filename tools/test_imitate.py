@@ -17,7 +17,7 @@ from envs import make_env, tasks
 from hf.chat import Chat
 from model import load, make_batch
 from runtime.checkpoint import ROOT
-from runtime.testing import TRIAL, needs_package, on_the_cpu, random_model, run_main, small_game
+from runtime.testing import TRIAL, needs_package, on_the_cpu, random_lm, run_main, small_game
 from tools import imitate
 from tools.imitate import AlfWorldDemonstrator, demonstrate, random_tiny
 
@@ -53,7 +53,7 @@ def test_demonstrator_searches_and_recovers_from_random_commands(small_game):
 
 
 def test_imitation_loss_is_weighted_cross_entropy():
-    lm = random_model("qwen2", 1)
+    lm = random_lm("qwen2", 1)
     samples = [(torch.randint(5, 500, (n,)).tolist(), spans)
                for n, spans in ((30, [(8, 13), (20, 25)]), (12, [(9, 12)]))]
     expected, words = 0.0, [i for i in range(lm.model.config.vocab_size) if i not in lm.value_ids]

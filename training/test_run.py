@@ -19,7 +19,7 @@ from envs import Pool, make_env, tasks
 from model import load
 from runtime import report
 from runtime.testing import (DRESS, MY_ENV, OneRank, SMALL, TINY_HOUSE, TwoRanks, attributes_entry,
-                             caches, check_run, checkpoints, on_the_cpu, random_model,
+                             caches, check_run, checkpoints, on_the_cpu, random_lm,
                              read_lines, run_main, small_config, strong, write_catalogue)
 from tools.imitate import random_tiny
 from training import run as run_module
@@ -141,7 +141,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
 
 @pytest.mark.parametrize("algo", ["sapo", "ppo-turns"])
 def test_checkpoint_keeps_the_value_rows_in_float32_and_has_a_format(tmp_path, algo):
-    lm = random_model("qwen2", 1, dtype=torch.bfloat16)
+    lm = random_lm("qwen2", 1, dtype=torch.bfloat16)
     config = train.settings(lm, algo=algo, beta=0.0)
     learner = learner_class(algo)(lm, config)
     with torch.no_grad():
