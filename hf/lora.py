@@ -82,11 +82,11 @@ def check_trained(model, trained: list) -> None:
 
 def add_adapters(model, rank: int, names=None, base="") -> None:
     """Freezes a model, and gives A and B to all linear layers of its backbone, or to those with
-    these names. A is uniform within +-2 / sqrt(in), from a fixed seed, so all ranks and all runs
-    begin with the same one; B is 0. (Others draw within +-1 / sqrt(in), and multiply B A by alpha /
-    rank = 2. At the start that is the same; then a step of A has half of that effect here.) base:
-    default the model's folder or hub id, which the folder of an adapter names. ValueError: there
-    are no such layers, no base, or the rank is above that of W in all layers."""
+    these names. A is uniform within +-2 / sqrt(in), from a fixed seed, so all processes and all
+    runs begin with the same one; B is 0. (Others draw within +-1 / sqrt(in), and multiply B A by
+    alpha / rank = 2. At the start that is the same; then a step of A has half of that effect here.)
+    base: default the model's folder or hub id, which the folder of an adapter names. ValueError:
+    there are no such layers, no base, or the rank is above that of W in all layers."""
     base, rank = base or model.name_or_path, operator.index(rank)
     if not base:
         raise ValueError("the folder of an adapter names its base, and this model has no folder or "
@@ -119,11 +119,12 @@ def add_adapters(model, rank: int, names=None, base="") -> None:
 # ------------------------------------------------------------------------------------------- copies
 
 def copy_with(model, new: dict):
-    """A copy of a model with other tensors in place of some of its parameters, {parameter: tensor}.
-    It shares all other tensors, and the rows of w+ and w-."""
+    """A copy of a model with other tensors in place of some of its own, {parameter or buffer:
+    tensor}. It shares all others, and the rows of w+ and w-."""
     value_rows = getattr(model, "sapo_value_rows", None)
     memo = {id(x): x for x in (*model.parameters(), *model.buffers(), value_rows)}
-    memo |= {id(p): torch.nn.Parameter(x, requires_grad=p.requires_grad) for p, x in new.items()}
+    memo |= {id(old): torch.nn.Parameter(x, requires_grad=old.requires_grad)
+             if isinstance(old, torch.nn.Parameter) else x for old, x in new.items()}
     return copy.deepcopy(model, memo)
 
 
@@ -164,10 +165,11 @@ def merged_weight(layer: LoRALinear) -> torch.Tensor:
 @torch.no_grad()
 def merged_copy(model, dtype: torch.dtype):
     """A copy without adapters on the CPU, of the same function up to rounding: W + B A is computed
-    in float32 and then rounded to `dtype`. Layers that are tied stay tied. It shares nothing, can
-    be trained, and has no name until it is saved."""
+    in float32 and then rounded to `dtype`. Layers that are tied stay tied. It shares nothing but
+    the rows of w+ and w-, can be trained, and has no name until it is saved."""
     layers = adapted_layers(model)
     new = {p: p.detach().to("cpu", dtype, copy=True) for p in model.parameters()}
+    new |= {b: b.to("cpu", copy=True) for b in model.buffers()}
     for layer in layers.values():
         new[layer.weight] = merged_weight(layer).to("cpu", dtype)
     merged = copy_with(model, new).to("cpu").requires_grad_(True)
@@ -239,6 +241,8 @@ def read_adapter(model, config: dict, file) -> None:
     for key in tensors:
         if ".lora_A.weight" not in key and ".lora_B.weight" not in key:
             raise ValueError(f"it has {key}, {MERGE}")
+    if not tensors:
+        raise ValueError(f"{file} has no tensors")
     names = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
     add_adapters(model, config["r"], names)
     factor = config["lora_alpha"] / config["r"]

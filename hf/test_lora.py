@@ -496,8 +496,9 @@ def test_value_rows_of_an_adapter_are_not_rounded(tmp_path):
 def test_merged_model_can_be_trained_and_shares_nothing():
     lm = adapted_model()
     merged = lm.merged(torch.float32)
-    ours = {p.data_ptr() for p in lm.model.parameters()}
-    assert ours.isdisjoint(p.data_ptr() for p in merged.model.parameters())
+    ours, its = ({x.data_ptr() for x in (*model.parameters(), *model.buffers())}
+                 for model in (lm.model, merged.model))
+    assert its and ours.isdisjoint(its)
     assert all(p.requires_grad for p in merged.model.parameters()) and merged.parameters()
     again = actor_critic(merged.model, merged.tokenizer)
     assert again.value_rows is merged.value_rows is not lm.value_rows
