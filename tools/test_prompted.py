@@ -151,7 +151,7 @@ def test_endpoint_plays_and_finished_games_survive_a_failure(
     # the second game fails; a model that ran out of tokens answers None
     answers[:] = [refusal]  # of all prompts, such as a setting that the model has not
     with pytest.raises(SystemExit, match="400.*content filter"):
-        main(out="f.json")
+        main("--max_num_seqs", 1, out="f.json")
     for status, body, why in ((404, "no such\nmodel", "404"), (200, '{"choices": []}', "Index")):
         answers[:] = [chat_answer(None)] * 3 + [(status, body)]
         with pytest.raises(SystemExit, match=f"^prompted.py: {url}: .*{why}.*$"):
