@@ -673,8 +673,8 @@ def working_directory_importable():
 
 
 def name_of(name: str | type, short_names: dict = ENVS) -> str:
-    """The name by which a run records an environment, or another class of which some have short
-    names: the short one, or MODULE:CLASS."""
+    """How a run records an environment, or a learner (short_names: ALGOS), given as a class or by
+    name: its short name if it has one, else MODULE:CLASS."""
     long = f"{name.__module__}:{name.__qualname__}" if isinstance(name, type) else name
     return next((short for short, known in short_names.items() if known == long), long)
 

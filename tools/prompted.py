@@ -99,14 +99,15 @@ def reflect(sampler, failed, lessons, max_num_seqs, seed):
 
 
 def characters_of(messages: list[dict], before=False, tools=None) -> list[tuple]:
-    """What stands for token ids where a server has the tokenizer: [(role, character), ...]."""
-    return [(message["role"], character)
-            for message in messages for character in message["content"]]
+    """The tokens of a prompt for a server, which has the tokenizer: its characters, each with the
+    number and the role of its message, [(number, role, character), ...]."""
+    return [(number, message["role"], character)
+            for number, message in enumerate(messages) for character in message["content"]]
 
 
 class Endpoint:
-    """An OpenAI-compatible server with the interface of a Sampler. Its tokens are characters, those
-    of a prompt with their role. Every request has a thread. The openai client retries where the
+    """An OpenAI-compatible server with the interface of a Sampler. Its tokens are characters
+    (characters_of). Every request has a thread. The openai client retries where the
     server is busy or out of reach. Once it has answered one, a prompt that it refuses (status 400
     or 422: its filter, or too long) has an empty response, with a warning. ValueError: any other
     failure, and a refusal before the first answer, which may be one of all prompts."""
@@ -135,8 +136,8 @@ class Endpoint:
         def send():
             try:
                 completion = self.create(messages=[
-                    {"role": role, "content": "".join(character for _, character in part)}
-                    for role, part in itertools.groupby(characters, key=lambda pair: pair[0])])
+                    {"role": role, "content": "".join(character for *_, character in part)}
+                    for (_, role), part in itertools.groupby(characters, lambda c: c[:2])])
                 content = completion.choices[0].message.content or ""  # None: it ran out of tokens
                 text = as_text(content, "a response")
                 self.answered = True

@@ -26,7 +26,7 @@ class Agent(Endpoint):
 
     def add(self, i, characters, u):
         trial, turn = self.trial[i], self.turn[i]
-        text = "".join(character for _, character in characters)
+        text = "".join(character for *_, character in characters)
         self.prompts.append((i, trial, turn, text))
         self.turn[i] += 1
         action = self.plans[i][turn] if trial >= self.wins[i] else "look"
@@ -126,32 +126,24 @@ def chat_answer(text):
     return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
-def test_endpoint_plays_and_finished_games_survive_a_failure(
-        endpoint, tmp_path, monkeypatch, capsys):
-    url, answers, requests = endpoint
-
+@pytest.fixture
+def main(endpoint, tmp_path, monkeypatch):
+    """A function that plays two games of three turns by the endpoint."""
     def main(*flags, out):
-        run_main(prompted, monkeypatch, "--model", "some/gpt", "--endpoint", url, *flags,
+        run_main(prompted, monkeypatch, "--model", "some/gpt", "--endpoint", endpoint[0], *flags,
                  "--limit", 2, "--horizon", 3, "--out", tmp_path / out)
+    return main
 
+
+def test_endpoint_plays_and_finished_games_survive_a_failure(endpoint, main, tmp_path):
+    url, answers, requests = endpoint
     answers += [(429, "slow down"), chat_answer("<think> hm </think> <action> look </action>")]
     main("--prompt", "reflexion", out="e.json")
     report = json.loads((tmp_path / "e.json").read_text())
     assert report["n"] == 2 and report["success"] == 0 and report["prompt"] == "reflexion"
     assert len(requests) == 1 + 2 * (3 * 3 + 2)  # three attempts of three turns, two reflections
     assert requests[-1]["model"] == "some/gpt" and len(requests[-1]["messages"]) == 1
-    # a prompt that the server refuses, for what stands in it, ends no evaluation
-    refusal = 400, '{"error": {"message": "content filter"}}'
-    answers[:] = [chat_answer("<action> look </action>"), refusal, chat_answer("hm"), refusal]
-    main("--prompt", "plain", "--max_num_seqs", 1, out="e.json")
-    first, second = map(json.loads, (tmp_path / "e.jsonl").read_text().splitlines())
-    assert first["responses"] == ["<action> look </action>", "", "hm"]
-    assert second["responses"] == ["", "", ""]
-    assert capsys.readouterr().err.count("content filter") == 4
     # the second game fails; a model that ran out of tokens answers None
-    answers[:] = [refusal]  # of all prompts, such as a setting that the model has not
-    with pytest.raises(SystemExit, match="400.*content filter"):
-        main("--max_num_seqs", 1, out="f.json")
     for status, body, why in ((404, "no such\nmodel", "404"), (200, '{"choices": []}', "Index")):
         answers[:] = [chat_answer(None)] * 3 + [(status, body)]
         with pytest.raises(SystemExit, match=f"^prompted.py: {url}: .*{why}.*$"):
@@ -159,12 +151,28 @@ def test_endpoint_plays_and_finished_games_survive_a_failure(
         assert json.loads((tmp_path / "f.jsonl.new").read_text())["turns"] == 3
 
 
+def test_refused_prompt_ends_no_evaluation_but_a_server_that_refuses_all_does(
+        endpoint, main, tmp_path, capsys):
+    _, answers, _ = endpoint
+    refusal = 400, '{"error": {"message": "content filter"}}'
+    answers += [chat_answer("<action> look </action>"), refusal, chat_answer("hm"), refusal]
+    main("--prompt", "plain", "--max_num_seqs", 1, out="e.json")
+    first, second = map(json.loads, (tmp_path / "e.jsonl").read_text().splitlines())
+    assert first["responses"] == ["<action> look </action>", "", "hm"]
+    assert second["responses"] == ["", "", ""]
+    assert capsys.readouterr().err.count("content filter") == 4
+    answers[:] = [refusal]  # nothing was answered before, so it may be a wrong setting
+    with pytest.raises(SystemExit, match="400.*content filter"):
+        main("--max_num_seqs", 1, out="f.json")
+
+
 def test_endpoint_gets_messages_with_their_roles(endpoint):
     url, answers, requests = endpoint
     answers += [chat_answer("look")]
     server = Endpoint(SimpleNamespace(endpoint=url, max_new_tokens=8, max_prompt=64, model="m",
                                       temperature=0.4))
-    messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "A room."}]
+    messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "A room."},
+                {"role": "user", "content": "What do you do?"}]
     server.add(0, server.lm.chat.encode_messages(messages), None)
     assert [(name, response.ids) for name, response in server.run()] == [(0, [*"look"])]
     assert requests[-1]["messages"] == messages
