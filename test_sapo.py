@@ -1654,6 +1654,28 @@ def test_rows_of_the_values_are_clipped_by_themselves(tmp_path, monkeypatch, unc
             assert found == pytest.approx(expected, rel=1e-4)
 
 
+def test_rows_of_the_values_have_a_learning_rate_of_their_own(tmp_path):
+    """A step moves them value_lr_factor times as far, and all else as far as without; also in a
+    warmup."""
+    def moves(factor):
+        case = prepared(tmp_path / str(factor), "--value_lr_factor", factor, "--lr", 1e-4,
+                        "--lr_warmup", 4, "--mini_batch", 1000)
+        lm = case.learner.lm
+        learner = train.Learner(lm, case.learner.config)
+        before = [p.detach().clone() for group in lm.parameters() for p in group]
+        learner.learn(case.batch.turns, 0)
+        after = [p.detach() for group in lm.parameters() for p in group]
+        return [b - a for a, b in zip(before, after)]
+
+    *model, rows = moves(1)
+    for factor in 0.5, 10, 0:
+        *same, found = moves(factor)
+        assert all(x.equal(y) for x, y in zip(same, model))
+        near(found, factor * rows)
+    assert rows.abs().max() > 1e-5  # lr times a quarter, because of the warmup
+    assert train.Config().value_lr_factor == 10
+
+
 def test_learn_equals_the_loop_and_old_scores_are_fixed_during_an_update(tmp_path, monkeypatch):
     """Old scores are those before the first step of an iteration, the reference's those of the
     initial model; and tau_v and r_max are those of the flags, if given, not of the model's
@@ -2069,7 +2091,7 @@ def test_v_and_q_learn_whatever_the_head_is(tmp_path, head):
     for turn in turns:
         turn.reward = 5.0 * (turn.traj % 2)
     config = small_config(tmp_path, "--mini_batch", 1000, "--lr", 1e-5, "--lr_warmup", 0,
-                          "--beta", 0)
+                          "--beta", 0, "--value_lr_factor", 2000)
     case = case_of(lm, turns, config)
     case.step()
     if head == "frozen":
@@ -2079,7 +2101,6 @@ def test_v_and_q_learn_whatever_the_head_is(tmp_path, head):
     assert lm.value_rows.weight.grad.any(1).all()
     whole, rows = lm.head.weight.detach().clone(), lm.value_rows.weight.detach().clone()
     learner = train.Learner(lm, case.learner.config)
-    learner.optimizer.param_groups[1]["initial_lr"] = 2e-2  # they can have a rate of their own
     metrics = [learner.learn(turns, 0) for _ in range(12)]
     for name in "loss_v", "loss_q":
         assert metrics[-1][name] < 0.7 * metrics[0][name]

@@ -29,7 +29,7 @@ from train import (Learner, Targets, accumulate_gradients, denominators, optimiz
 class PolicyLearner(Learner):
     """The terms of Eq. 12 that concern the policy: the model's own V and Q are not trained."""
 
-    unused = ("critic_lr", "gamma", "gae_lambda", "c_v", "c_q")
+    unused = ("critic_lr", "value_lr_factor", "gamma", "gae_lambda", "c_v", "c_q")
 
     def loss(self, micro, old, ref, targets, n_tokens, n_turns):
         c, m = self.config, micro.token_slice
@@ -95,7 +95,7 @@ class RLOO(GroupBased):
 
 
 class GiGPO(GroupBased):
-    unused = ("critic_lr", "gae_lambda", "c_v", "c_q")
+    unused = ("critic_lr", "value_lr_factor", "gae_lambda", "c_v", "c_q")
     std = True  # whether advantages are divided by a standard deviation
 
     def estimate(self, traj, turn, group, state, reward, entropy):
@@ -159,7 +159,7 @@ class PPOTurns(PolicyLearner):
     """PPO with GAE over turns: SAPO's targets, with V from a second model, the critic, and without
     Q. In `old`, p_v is the critic's V / R_max before each turn, (N,), and p_q is 0."""
 
-    unused = ("c_v", "c_q")
+    unused = ("value_lr_factor", "c_v", "c_q")
 
     def __init__(self, lm, config):
         super().__init__(lm, config)
@@ -226,7 +226,7 @@ class PPO(PPOTurns):
     `old`, p_v is V / R_max before each response token, (M,), and y_v likewise."""
 
     recommended = {"gamma": 1.0, "gae_lambda": 1.0}
-    unused = ("gamma", "gae_lambda", "c_v", "c_q")
+    unused = ("value_lr_factor", "gamma", "gae_lambda", "c_v", "c_q")
 
     def critic_values(self, micro):
         return self.critic(micro.batch)

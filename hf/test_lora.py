@@ -416,7 +416,9 @@ def test_merging_for_a_comparison_is_the_merging_of_a_folder():
 def test_settings_with_adapters(tmp_path):
     full, some = train.settings(), train.settings(lora_rank=8)
     assert (some.lr, some.critic_lr) == (10 * full.lr, 10 * full.critic_lr)
-    assert dataclasses.replace(some, lora_rank=0, lr=full.lr, critic_lr=full.critic_lr) == full
+    assert some.lr * some.value_lr_factor == full.lr * full.value_lr_factor
+    assert dataclasses.replace(some, lora_rank=0, lr=full.lr, critic_lr=full.critic_lr,
+                               value_lr_factor=full.value_lr_factor) == full
     assert train.settings(lora_rank=8, lr=1e-5).lr == 1e-5
     lm = load("tiny", lora_rank=3)
     assert train.settings(lm=lm).lora_rank == 3 and train.settings(lm=lm).lr == some.lr

@@ -85,6 +85,8 @@ class Config:
     lr_warmup: int = 0  # optimizer steps of linear warmup
     lr_final_fraction: float = 1.0  # the learning rate decays linearly, and would reach this
         # fraction of --lr after the last iteration
+    value_lr_factor: float = 10.0  # w+ and w- learn at so many times --lr; with adapters, whose
+        # --lr is larger, default 1
     critic_lr: float = 1e-5  # learning rate of a separate critic, in baselines/
     mini_batch: int = 256  # maximum number of turns per optimizer step; an iteration's turns are
         # split evenly into as few steps as that allows (full: about, as trajectories stay whole)
@@ -117,8 +119,8 @@ RANGES = (  # (smallest, largest, settings)
     (1, 10 ** 6, "batch_size group_size"), (0, 2 ** 63 - 1, "seed"),
     (1, LARGE, "iterations horizon max_new_tokens mini_batch save_every tokens_per_micro_batch "
                "max_num_seqs max_prompt"),
-    (0, LARGE, "history lr critic_lr lr_warmup lr_final_fraction eval_games eval_every beta c_v "
-               "c_q c_h c_inv clip lora_rank"),
+    (0, LARGE, "history lr value_lr_factor critic_lr lr_warmup lr_final_fraction eval_games "
+               "eval_every beta c_v c_q c_h c_inv clip lora_rank"),
     (0, 1, "gamma gae_lambda"), (1e-6, LARGE, "r_max tau_v"))
 # What may change when a run is resumed: its length, its surroundings, and what saves memory. With
 # another length, a learning rate that decays (--lr_final_fraction) jumps.
@@ -231,6 +233,9 @@ def settings(lm=None, pool=None, **given) -> Config:
     if lora_rank:
         for name in ("lr", "critic_lr"):
             advice[name] = LORA_LR_FACTOR * advice.get(name, getattr(Config, name))
+        # w+ and w- are no adapters: their rate stays
+        value_lr_factor = advice.get("value_lr_factor", Config.value_lr_factor)
+        advice["value_lr_factor"] = value_lr_factor / LORA_LR_FACTOR
     gpu = torch.cuda.is_available()
     surroundings = {
         "context": context, "horizon": env.horizon, "eval_games": env.held_out[1],
@@ -313,7 +318,8 @@ def resumed(given: dict) -> Config:
     if given.get("leave_out"):
         before = stored.get("leave_out") or ()
         given = given | {"leave_out": [*dict.fromkeys([*before, *given["leave_out"]])]}
-    return Config(**(stored | given))
+    # (runs from before there was this setting had one rate for all)
+    return Config(**({"value_lr_factor": 1.0} | stored | given))
 
 
 def check_fit(config: Config) -> None:

@@ -392,7 +392,10 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     run_main(train, monkeypatch, "--resume", "--out", run, "--iterations", 2,
              "--max_num_seqs", 2)
     assert [line["iteration"] for line in read_lines(run / "metrics.jsonl")] == [0, 1]
-    assert json.loads((run / "config.json").read_text())["lr"] == 1e-4
+    stored = json.loads((run / "config.json").read_text())
+    assert (stored["lr"], stored.pop("value_lr_factor")) == (1e-4, 10)
+    (run / "config.json").write_text(json.dumps(stored))  # a run from before there was this setting
+    assert train.settings(out=str(run), resume=True).value_lr_factor == 1
     with pytest.raises(SystemExit, match="there is no run in"):
         run_main(train, monkeypatch, "--resume", "--out", tmp_path / "nwe")
     with pytest.raises(SystemExit, match="there is no run in"):
