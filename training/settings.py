@@ -310,7 +310,9 @@ def resumed(given: dict) -> Config:
     """The settings of the run in `out`, with those of RESUME_MUTABLE that are given. ValueError:
     another one is given that is not the run's."""
     stored = RunDir(given["out"]).settings()
-    stored = {f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
+    # (runs from before there was a value_lr_factor had one rate for all)
+    stored = {"value_lr_factor": 1.0} | {
+        f.name: stored[f.name] for f in dataclasses.fields(Config) if f.name in stored}
     if other := [name for name, value in as_json(given).items()
                  if name not in RESUME_MUTABLE and value != stored.get(name)]:
         was = "; ".join(f"--{name} was {stored.get(name)}" for name in other)
@@ -318,8 +320,7 @@ def resumed(given: dict) -> Config:
     if given.get("leave_out"):
         before = stored.get("leave_out") or ()
         given = given | {"leave_out": [*dict.fromkeys([*before, *given["leave_out"]])]}
-    # (runs from before there was this setting had one rate for all)
-    return Config(**({"value_lr_factor": 1.0} | stored | given))
+    return Config(**(stored | given))
 
 
 def check_fit(config: Config) -> None:

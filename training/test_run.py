@@ -396,6 +396,9 @@ def test_resumed_run_keeps_its_settings(tmp_path, monkeypatch):
     assert (stored["lr"], stored.pop("value_lr_factor")) == (1e-4, 10)
     (run / "config.json").write_text(json.dumps(stored))  # a run from before there was this setting
     assert train.settings(out=str(run), resume=True).value_lr_factor == 1
+    assert train.settings(out=str(run), resume=True, value_lr_factor=1).value_lr_factor == 1
+    with pytest.raises(ValueError, match="--value_lr_factor was 1.0"):
+        train.settings(out=str(run), resume=True, value_lr_factor=10)
     with pytest.raises(SystemExit, match="there is no run in"):
         run_main(train, monkeypatch, "--resume", "--out", tmp_path / "nwe")
     with pytest.raises(SystemExit, match="there is no run in"):
