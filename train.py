@@ -118,12 +118,12 @@ class Learner:
         self.optimizer_steps = 0  # those tried, skipped ones included
 
     def make_optimizer(self, groups: list[list], lr: float) -> torch.optim.Optimizer:
-        """The optimizer of groups of parameters: those of the model, and w+ and w-, which have a
-        learning rate of their own; or the one group of a critic. A subclass can return any other
-        of torch.optim.Optimizer of all these parameters, grouped as it likes, whose step() needs
-        no closure. They must then be float32, and every rank updates all of them. `set_lr`
-        multiplies its learning rates, and checkpoints have its state_dict(), of tensors and plain
-        Python types."""
+        """The optimizer of groups of parameters: those of the model, and w+ and w-, which learn at
+        value_lr_factor times lr; or the one group of a critic. A subclass can return any other of
+        torch.optim.Optimizer of all these parameters, grouped as it likes, whose step() needs no
+        closure. (If it has one rate for all, its `unused` should name value_lr_factor.) They must
+        then be float32, and every rank updates all of them. `set_lr` multiplies its learning rates,
+        and checkpoints have its state_dict(), of tensors and plain Python types."""
         rates = lr, self.config.value_lr_factor * lr
         return AdamW([{"params": params, "lr": rate} for params, rate in zip(groups, rates)], lr,
                      state_dtype=getattr(torch, self.config.optim_state_dtype))

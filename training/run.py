@@ -391,8 +391,8 @@ class Run:
         v_, q_explained_variance           of the discounted return
         v_mean, q_mean, return_mean        of old values and returns, over turns
         return_max                         the largest |return|, which should not exceed R_max
-        lr                                 the learning rate, the mean over the steps; w+ and w-
-                                           have value_lr_factor times it
+        lr                                 the learning rate of the model's parameters, the mean
+                                           over the steps
         grad_norm, grad_norm_values        before clipping: of the model's parameters, and of w+ and
                                            w-, which are a parameter of their own
         skipped_steps                      steps that were not finite

@@ -177,7 +177,8 @@ def settings(lm=None, pool=None, **given) -> Config:
         2. what depends on the environment or the machine
         3. what the environment, the method and the model's folder recommend ("settings" in its
            sapo.json, and the R_max and tau_v that it was trained with). Learning rates are those
-           for all parameters; with adapters they are multiplied by 10
+           for all parameters; with adapters they are multiplied by 10, and value_lr_factor is
+           divided by 10, so that w+ and w- keep theirs
         4. `given`; None counts as not given
 
     An ActorCritic or an envs.Pool of one's own goes in here, too: R_max, tau_v and dtype are the
@@ -233,7 +234,6 @@ def settings(lm=None, pool=None, **given) -> Config:
     if lora_rank:
         for name in ("lr", "critic_lr"):
             advice[name] = LORA_LR_FACTOR * advice.get(name, getattr(Config, name))
-        # w+ and w- are no adapters: their rate stays
         value_lr_factor = advice.get("value_lr_factor", Config.value_lr_factor)
         advice["value_lr_factor"] = value_lr_factor / LORA_LR_FACTOR
     gpu = torch.cuda.is_available()

@@ -189,7 +189,8 @@ from baselines.learners import PPOTurns
 
 class WithAdamW(train.Learner):
     def make_optimizer(self, groups, lr):
-        return torch.optim.AdamW([{"params": params} for params in groups], lr)
+        rates = lr, self.config.value_lr_factor * lr
+        return torch.optim.AdamW([{"params": p, "lr": r} for p, r in zip(groups, rates)], lr)
 
 class MuonAndAdamW:
     def __init__(self, groups, lr):
@@ -217,6 +218,7 @@ class MuonAndAdamW:
             part.load_state_dict(saved)
 
 class WithMuon(train.Learner):
+    unused = ("critic_lr", "value_lr_factor")
     make_optimizer = lambda self, groups, lr: MuonAndAdamW(groups, lr)
 
 class PPOWithMuon(PPOTurns):  # the critic's is one, too
