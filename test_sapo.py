@@ -1655,9 +1655,9 @@ def test_rows_of_the_values_are_clipped_by_themselves(tmp_path, monkeypatch, unc
 
 
 def test_rows_of_the_values_have_a_learning_rate_of_their_own(tmp_path):
-    """A step moves them value_lr_factor times as far, and all else as far as without; also in a
-    warmup."""
-    def moves(factor):
+    """With value_lr_factor a step moves w+ and w- so many times as far as without, and all other
+    parameters as far as without; also in a warmup."""
+    def moves(factor):  # how far the first step moves each parameter, w+ and w- last
         case = prepared(tmp_path / str(factor), "--value_lr_factor", factor, "--lr", 1e-4,
                         "--lr_warmup", 4, "--mini_batch", 1000)
         lm = case.learner.lm
