@@ -1655,8 +1655,8 @@ def test_rows_of_the_values_are_clipped_by_themselves(tmp_path, monkeypatch, unc
 
 
 def test_rows_of_the_values_have_a_learning_rate_of_their_own(tmp_path):
-    """With value_lr_factor a step moves w+ and w- so many times as far as without, and all other
-    parameters as far as without; also in a warmup."""
+    """A step moves w+ and w- value_lr_factor times as far as with a factor of 1, and all other
+    parameters just as far; also in a warmup."""
     def moves(factor):  # how far the first step moves each parameter, w+ and w- last
         case = prepared(tmp_path / str(factor), "--value_lr_factor", factor, "--lr", 1e-4,
                         "--lr_warmup", 4, "--mini_batch", 1000)

@@ -143,7 +143,7 @@ def test_endpoint_plays_and_finished_games_survive_a_failure(endpoint, main, tmp
     assert report["n"] == 2 and report["success"] == 0 and report["prompt"] == "reflexion"
     assert len(requests) == 1 + 2 * (3 * 3 + 2)  # three attempts of three turns, two reflections
     assert requests[-1]["model"] == "some/gpt" and len(requests[-1]["messages"]) == 1
-    # the first game ends, with answers of a model that ran out of tokens (None); the second fails
+    # the first game's answers are None, of a model that ran out of tokens; the second game fails
     for status, body, why in ((404, "no such\nmodel", "404"), (200, '{"choices": []}', "Index")):
         answers[:] = [chat_answer(None)] * 3 + [(status, body)]
         with pytest.raises(SystemExit, match=f"^prompted.py: {url}: .*{why}.*$"):

@@ -85,8 +85,8 @@ class Config:
     lr_warmup: int = 0  # optimizer steps of linear warmup
     lr_final_fraction: float = 1.0  # the learning rate decays linearly, and would reach this
         # fraction of --lr after the last iteration
-    value_lr_factor: float = 10.0  # the learning rate of w+ and w- is so many times --lr; with
-        # adapters, whose --lr is larger, default 1
+    value_lr_factor: float = 10.0  # the learning rate of w+ and w- is so many times --lr (with
+        # adapters, whose --lr is larger, the default is 1)
     critic_lr: float = 1e-5  # learning rate of a separate critic, in baselines/
     mini_batch: int = 256  # maximum number of turns per optimizer step; an iteration's turns are
         # split evenly into as few steps as that allows (full: about, as trajectories stay whole)
