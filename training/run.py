@@ -274,7 +274,17 @@ def with_speed_and_memory_settings(lm: ActorCritic, config: Config) -> ActorCrit
 @dataclass
 class Run:
     """What surrounds an iteration in the loop of `train`: tasks, evaluations, log and warnings,
-    checkpoints, and the exchanges by which all ranks go on or stop together."""
+    checkpoints, and the exchanges by which all ranks go on or stop together.
+
+    Ranks wait for each other, so all of them must make the same exchanges in the same order:
+
+        any_rank_stops     after the rollout; if a rank stops, on to save_if_stopped
+        (learn, evaluate and log have exchanges of their own)
+        save               at the end of the iteration, and those of a checkpoint where one is due
+                           or a rank stops; then, if one does, on to save_if_stopped
+        save_if_stopped    after the loop, and those of a checkpoint if a rank stops
+
+    A rank whose rollout fails makes the first and the last of these, too (`save_after`)."""
 
     config: Config
     learner: object  # a train.Learner
@@ -298,7 +308,7 @@ class Run:
         self.steps_done = self.learner.optimizer_steps  # optimizer steps of all finished iterations
         self.in_rollout = False  # whether the other ranks expect `any_rank_stops` of this one next
         self.reports = []  # of all ranks, in the last exchange
-        self.error = None  # of an evaluation, or of a logger; raised when the iteration is saved
+        self.error = None  # of this rank; raised when the last finished iteration is saved
         self.iterations_without_success = 0
         self.warned = set()
         self.learner.clock.take()
@@ -323,9 +333,9 @@ class Run:
         self.in_rollout = False
         return self.exchange()
 
-    def exchange(self, error: Exception | None = None) -> bool:
+    def exchange(self) -> bool:
         """Tells all ranks whether this one was told to stop, and its error -> `stopped`."""
-        text = f"rank {rank()}: {error}" if error else ""
+        text = f"rank {rank()}: {self.error}" if self.error else ""
         self.reports = all_gather_list([(self.told_to_stop(), text)])
         return self.stopped
 
@@ -375,8 +385,8 @@ class Run:
         success, score                     means over episodes, sampled at temperature 1
         success_by_category                success for each category of tasks
         valid_actions, admissible_actions  fractions of turns: in the format; offered by the game
-        truncated                          fraction of episodes cut off, by the horizon or because
-                                           the next prompt did not fit
+        truncated                          fraction of episodes cut off: by the horizon, by the
+                                           environment, or because the next prompt did not fit
         context_overflow                   fraction cut off because the next prompt did not fit
         response_truncated                 fraction of responses that reached --max_new_tokens
         env/NAME                           of info["metrics"] of the environment: means over the
@@ -445,7 +455,7 @@ class Run:
         a reason to stop, and every --save_every iterations."""
         self.iterations_done = iteration + 1
         self.steps_done = self.learner.optimizer_steps
-        self.exchange(self.error)
+        self.exchange()
         last = self.iterations_done == self.config.iterations
         if self.stopped or last or self.iterations_done % self.config.save_every == 0:
             self.write_checkpoint()
@@ -461,16 +471,19 @@ class Run:
 
     def save_after(self, error: Exception) -> None:
         """Saves the last finished iteration after an error, if no weight has changed since, and if
-        all ranks can do so: those that wait after their rollout learn of the error."""
+        all ranks can do so. After an error in a rollout they can: this rank does what the others
+        do, which learn of it in `any_rank_stops`, and raises the error."""
         if self.in_rollout:
-            self.exchange(error)
-        unchanged = self.learner.optimizer_steps == self.steps_done
-        if unchanged and (self.in_rollout or world_size() == 1):
+            self.error = error
+            self.any_rank_stops()
+            self.save_if_stopped()
+        elif world_size() == 1 and self.learner.optimizer_steps == self.steps_done:
             self.write_checkpoint()
 
     def save_if_stopped(self) -> None:
         """Saves the last finished iteration if the loop was stopped. KeyboardInterrupt: by a
-        signal. RuntimeError (GameError): by the error of a rank. All ranks must call it."""
+        signal. By an error: this rank's own error, or a GameError with the words of another
+        rank's. All ranks must call it."""
         before = self.reports
         self.exchange()  # a signal may have come while the last checkpoint was written
         self.reports = [*before, *self.reports]

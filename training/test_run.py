@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from envs import Pool, make_env, tasks
 from model import load
 from runtime import report
 from runtime.testing import (DRESS, MY_ENV, OneRank, SMALL, TINY_HOUSE, TwoRanks, attributes_entry,
-                             caches, check_run, checkpoints, on_the_cpu, random_lm,
-                             read_lines, run_main, small_config, strong, write_catalogue)
+                             caches, check_run, checkpoints, on_ranks, on_the_cpu,
+                             random_lm, read_lines, run_main, small_config, strong, write_catalogue)
 from tools.imitate import random_tiny
 from training import run as run_module
 from training.run import Run, draw_tasks, rollout_metrics
@@ -630,6 +631,32 @@ def test_error_of_an_environment_loses_no_finished_iteration(tmp_path, monkeypat
     done = {"rollout": 2, "evaluation": 3}[where]  # the third iteration was finished
     assert [*checkpoints(tmp_path / "run")] == [done]
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == done
+
+
+def train_with_a_game_that_fails(rank, failing, done, given):
+    """In iteration `done`, counted from 0, the games of the rank `failing` fail."""
+    metrics = Path(given["out"]) / "metrics.jsonl"
+
+    class Failing(House):
+        def step(self, action):
+            finished = metrics.read_text().splitlines() if metrics.exists() else ()
+            if rank == failing and len(finished) == done:
+                raise RuntimeError("the game broke")
+            return super().step(action)
+
+    says = "the game broke" if rank == failing else f"rank {failing}: .*the game broke"
+    with pytest.raises(envs.GameError, match=says):
+        train.train(train.settings(env=Failing, **given))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("done", [0, 2])
+def test_failing_game_of_one_of_two_ranks_stops_both_and_costs_no_iteration(tmp_path, failing,
+                                                                            done):
+    given = {"iterations": 5, "batch_size": 4, "horizon": 4, "eval_games": 0, "save_every": 99,
+             "out": str(tmp_path / "run")}
+    on_ranks(train_with_a_game_that_fails, 2, failing, done, given)
+    assert [*checkpoints(tmp_path / "run")] == [2] * (done == 2)
 
 
 def test_run_is_resumed_with_another_number_of_iterations(tmp_path, monkeypatch, capsys):
