@@ -32,7 +32,8 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 
 from runtime.answers import as_action, as_number, as_python, obs_text
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
-from runtime.workers import EnvWorker, WorkerPool, ctrl_c, is_importable, processes_per_rank
+from runtime.workers import (EnvWorker, WorkerPool, ctrl_c, is_importable, long_name,
+                             processes_per_rank)
 
 REWARD = 10.0  # of the step that wins, in most of environments/; every other step has 0
 ROLE = "You live in a text world and solve one task in it by typing commands."
@@ -562,8 +563,8 @@ class PromptBuilder:
 
 def tagged_action(text: str, fallback: int) -> tuple[str, bool]:
     """A response -> (action, valid), where `valid` says whether the response is in the format. The
-    action is the text between the first pair of action tags behind the thought or, if there is
-    none, before it:
+    action is what lies between the first <action> and the first </action> behind the thought, if
+    they are in this order; or else, if they are, before the thought:
 
         <think> a </think> <action>look</action>        look, in the format
         <action>look</action> <think> a </think>        look, in the format
@@ -675,7 +676,7 @@ def working_directory_importable():
 def name_of(name: str | type, short_names: dict = ENVS) -> str:
     """How a run records an environment, or a learner (short_names: ALGOS), given as a class or by
     name: its short name if it has one, else MODULE:CLASS."""
-    long = f"{name.__module__}:{name.__qualname__}" if isinstance(name, type) else name
+    long = long_name(name)
     return next((short for short, known in short_names.items() if known == long), long)
 
 

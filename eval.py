@@ -302,7 +302,8 @@ def run_of(model, tiny):
 
 def complete(args):
     """The flags -> (the folder of the run that --model belongs to, or None; all settings of the
-    evaluation). A setting of SHARED comes from the first of these that has it:
+    evaluation). A setting of SHARED comes from the first of these that has it (but ids of
+    --leave_out are added to those of 2 or 3):
 
         1. its flag
         2. the model's own sapo.json, with the settings of its run

@@ -67,7 +67,7 @@ class Batch(NamedTuple):
     boolean mask would make the host wait for the GPU."""
 
     ids: torch.Tensor  # (B, T)
-    length: torch.Tensor  # (B,) without padding, for benchmarks
+    length: torch.Tensor  # (B,) without padding
     row: torch.Tensor  # (N,) the sequence of each turn
     start: torch.Tensor  # (N,) the first position of each turn's response
     end: torch.Tensor  # (N,) the position after each turn's response

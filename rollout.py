@@ -116,7 +116,9 @@ def sample_token(logits, u, value_ids, temperature) -> tuple[torch.Tensor, torch
         prob, missing = logp.exp(), -logp.shape[1] % BLOCK
         prob = (F.pad(prob, (0, missing)) if missing else prob).unflatten(1, (-1, BLOCK))
         cdf = prob.sum(-1, dtype=torch.float64).cumsum(-1)  # (R, blocks)
-        below_one = 1 - 2 ** -40  # keeps a target below the total, which rounding could reach
+        # a target that reached the total would find no token. u can be 1 in float32; and `rest`, a
+        # difference of sums over blocks, can by rounding be all that the block has
+        below_one = 1 - 2 ** -40
         target = u[:, None].double().clamp(max=below_one) * cdf[:, -1:]
         block = torch.searchsorted(cdf, target, right=True).clamp(max=cdf.shape[1] - 1)
         inside = prob.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double()
@@ -590,7 +592,8 @@ class Sampler:
         return self.slots[:n], copies, torch.cuda.current_stream(self.lm.device).record_event()
 
     def pop_finished(self):
-        """-> [(key, Response)] of the slots that are finished in the oldest snapshot. The other
+        """-> [(key, Response)] of the sequences that are finished in the oldest snapshot, whose row
+        i is of the sequence that was in slot i then. It may be in another slot by now. The other
         active slots move up."""
         sequences, copies, event = self.snapshots.pop(0)
         active, num_generated, position, tokens, logp, value = copies
@@ -722,7 +725,7 @@ class End(Enum):
     """Why an episode ended."""
 
     TERMINATED = "terminated"  # by the environment: won, or lost for good
-    HORIZON = "horizon"  # the maximum number of turns
+    HORIZON = "horizon"  # the maximum number of turns, or truncated by the environment itself
     CONTEXT_OVERFLOW = "context_overflow"  # the next prompt would not fit
 
 

@@ -78,8 +78,8 @@ def turn_targets(traj: Tensor, turn: Tensor, reward: Tensor, done: Tensor, v_old
         x = x.to(dtype)
         grid = x.new_zeros(rows, columns + 1)
         grid[row, column] = x
-        # nan_to_num, because NaN does not equal NaN
-        if not torch.equal(grid[row, column].nan_to_num(), x.nan_to_num()):
+        kept = grid[row, column]
+        if not ((kept == x) | kept.isnan() & x.isnan()).all():  # NaN does not equal NaN
             raise ValueError(f"turn_targets: two copies of a turn have different {name}")
         return grid
 
@@ -184,9 +184,10 @@ def policy_loss(logp: Tensor, logp_old: Tensor, adv: Tensor, mask: Tensor | None
     """Eq. 8-9 -> (loss, info: ratio_max, clip_fraction).
 
     Four tensors of one shape, (M,) or (B, T): current and old log-probs of the sampled tokens, the
-    advantage of each token (its turn's), and a mask of response tokens (None: all are). What is in
-    `info` is divided by `denom`, too, so that it can be summed. The log of a ratio is limited to
-    +-20, and has no gradient beyond: loss and gradient are finite for any finite log-probs."""
+    advantage of each token (its turn's), and a mask of response tokens (None: all are).
+    clip_fraction is divided by `denom`, too, so that those of micro-batches can be summed. The log
+    of a ratio is limited to +-20, and has no gradient beyond: loss and gradient are finite for any
+    finite log-probs."""
     check_shapes(logp, logp_old, adv, mask)
     denom = denominator(denom, mask, logp)
     log_ratio = masked(mask, logp - logp_old)  # masked first, as padding may hold anything

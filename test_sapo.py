@@ -184,10 +184,14 @@ def test_turn_targets_refuses_gaps_and_shapes_and_passes_no_gradient():
     assert not any(y.requires_grad for y in turn_targets(*given, gamma=0.9, lam=0.9))
     with pytest.raises(ValueError, match=r"missing in the middle of trajectories \[5\]"):
         turn_targets(given[0], torch.tensor([0, 1, 1, 3]), *given[2:], gamma=0.9, lam=0.9)
-    for i in range(2, 6):  # of a turn that is there twice
-        other = [*given[:i], torch.tensor([1.0, 1.0, 1.0, 0.5]), *given[i + 1:]]
-        with pytest.raises(ValueError, match="two copies of a turn have different"):
-            turn_targets(given[0], torch.tensor([0, 1, 2, 2]), *other[2:], gamma=0.9, lam=0.9)
+    twice = given[0], torch.tensor([0, 1, 2, 2])  # the last turn
+    numbers = torch.finfo(torch.float32)
+    for a, b in (1.0, 0.5), (NAN, 0.0), (0.0, NAN), (INF, numbers.max), (numbers.min, -INF):
+        for i in range(2, 6):
+            other = [*given[:i], torch.tensor([1.0, 1.0, a, b]), *given[i + 1:]]
+            with pytest.raises(ValueError, match="two copies of a turn have different"):
+                turn_targets(*twice, *other[2:], gamma=0.9, lam=0.9)
+    turn_targets(*twice, *[torch.tensor([1.0, 1.0, NAN, NAN])] * 4, gamma=0.9, lam=0.9)
     for i in range(6):
         for wrong in (given[i][:3], given[i][:, None], given[i][0]):
             with pytest.raises(ValueError, match="one length"):

@@ -452,8 +452,10 @@ def shared_order(own_lengths: list, config, iteration) -> tuple[list, np.ndarray
 
 def minibatch_numbers(lengths: np.ndarray, size: int) -> np.ndarray:
     """The numbers of turns of sequences, in order -> the number of each one's mini-batch. All
-    mini-batches have about the same size, because a small last step would be noisy: there are
-    ceil(turns / size) of them, and turn i goes to number i * count // turns."""
+    mini-batches have about the same size, because a small last step would be noisy: with count =
+    ceil(turns / size), turn i goes to number i * count // turns. A sequence goes as a whole where
+    its first turn goes, so with sequences of several turns a mini-batch may have more than `size`,
+    and a number may have none."""
     n_turns = lengths.sum()
     count = -(-n_turns // size)
     first_turn = lengths.cumsum() - lengths
@@ -462,10 +464,10 @@ def minibatch_numbers(lengths: np.ndarray, size: int) -> np.ndarray:
 
 def make_minibatches(turns, config, iteration, device) -> tuple[RolloutBatch, list[MiniBatch]]:
     """Splits the turns of all ranks, in a random order, into mini-batches of about equally many,
-    and at most config.mini_batch (a sequence stays whole, also if it has more). Returns this rank's
-    turns as tensors, and its share of each mini-batch, which may be empty. The turns are in the
-    order of the micro-batches, so that a micro-batch is a slice of them. ValueError: see
-    shared_order."""
+    and at most config.mini_batch (in `full` about as many, because a trajectory stays whole).
+    Returns this rank's turns as tensors, and its share of each mini-batch, which may be empty. The
+    turns are in the order of the micro-batches, so that a micro-batch is a slice of them.
+    ValueError: see shared_order."""
     # all ranks know a sequence by the numbers of its trajectory and of its first turn
     own, own_lengths = {}, []
     for sequence in make_sequences(turns, config.context):

@@ -139,8 +139,10 @@ def attention_in_pieces(query, key, value, pieces, scaling):
     q = q[:, None].expand(-1, per_row, -1, -1, -1).reshape(rows * per_row * group_size, -1, size)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1),
-        number * group_size, first_position, group_size, PIECE_LENGTH, 0.0, False, False,
-        scale=scaling, seqused_k=used)
+        number * group_size, first_position,  # where each sequence begins: of queries, of keys
+        group_size, PIECE_LENGTH,  # the longest of each
+        0.0, False, False,  # no dropout, not causal, no debug mask
+        scale=scaling, seqused_k=used)  # of keys from each beginning; so they may lie anywhere
     lse = lse.T.reshape(rows, per_row, group_size, -1)
     lse = lse.masked_fill(used.view(rows, per_row, 1, 1) == 0, float("-inf"))
     out = out.view(rows, per_row, group_size, -1, size).float() * lse.softmax(1)[..., None]

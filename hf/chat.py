@@ -355,8 +355,9 @@ class Chat:
     def encode(self, *contents: str, texts=("", "")) -> list[int]:
         """The token ids of contents that are not ours, with the template's `texts` before, between
         and after them. Where a content would become a control token, such as <|im_end|>, however
-        it is spelled, it is split after the first letter and encoded in two parts. So no game can
-        end the user's message, if it ends with such a token, and speak as somebody else."""
+        it is spelled, it is cut before or behind its first letter, and encoded in two parts. So no
+        game can end the user's message, if it ends with such a token, and speak as somebody
+        else."""
         # a token may reach from the template's text into the content, or back: these are joined
         whole, ours = texts[0], [True] * len(texts[0])
         for content, text in zip(contents, texts[1:]):
@@ -372,7 +373,9 @@ class Chat:
         for i, (start, stop) in zip(encoding.ids, encoding.offsets):
             if i not in self.control_ids:
                 continue
-            # some tokens include the blanks around them
+            # a control token with letters that are not the template's was not meant. The text is
+            # cut before the first of these or, if the token begins with it, behind it. (Some tokens
+            # include the blanks around them)
             letters = [n for n in range(start, stop) if not text[n].isspace()]
             first = next((n for n in letters if not ours[n]), None)
             if first is not None:

@@ -344,8 +344,8 @@ def disable_dropout(model) -> None:
 def check_head(model) -> None:
     """ValueError: the model transforms its hidden states before the head, or its logits after it
     (softcapping, scaling), or the head is not only a weight and a bias. score() could not do the
-    same, because it applies the head itself. Both sides of the first comparison come from one pass,
-    so that it can be exact."""
+    same, because it applies the head itself. Both sides of the first comparison come from one pass
+    wherever possible, and it is exact."""
     head, seen = model.get_output_embeddings(), {}
     hooks = [model.base_model.register_forward_hook(
         lambda module, inputs, output: seen.update(hidden=output.last_hidden_state)),

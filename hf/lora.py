@@ -10,9 +10,9 @@ starts at 0, so the model is unchanged at first.
     write_adapter, read_adapter  folders as those of peft, which can load them
 
 Adapters are never merged while a model is used: sampler and scoring pass compute the same function.
-The copies share all tensors but A and B, except merged_copy's, which share nothing. Why not peft's
-layers: with A and B in float32 they convert x to float32 in each layer; with A and B in the model's
-16 bits small steps are lost.
+The copies share all tensors but A and B, except merged_copy's, which share only w+ and w-. Why not
+peft's layers: with A and B in float32 they convert x to float32 in each layer; with A and B in the
+model's 16 bits small steps are lost.
 """
 import copy
 import json

@@ -2,7 +2,8 @@
 
     RUN/config.json       every setting, the git commit, versions
     RUN/metrics.jsonl     one line per iteration
-    RUN/transcripts       an episode of every tenth iteration as a page (report.episode_page)
+    RUN/transcripts       an episode of iterations 1, 11, 21 ... and of the last one, as pages
+                          (report.episode_page)
     RUN/checkpoint-N      everything needed to go on after N iterations; older ones are deleted
     RUN/best              the weights with the best success in validation so far (--eval_every)
     RUN/final             the weights at the end, a Hugging Face folder

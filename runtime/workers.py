@@ -316,21 +316,23 @@ def processes_per_rank() -> int:
     return max(1, min(16, cores) // ranks)
 
 
-def is_importable(env) -> bool:
-    """Whether another process can import an environment, a name or a class."""
-    if isinstance(env, type):
-        env = f"{env.__module__}:{env.__qualname__}"
-    return not env.startswith("__main__:") and "<locals>" not in env
+def long_name(cls: str | type) -> str:
+    """MODULE:CLASS of a class; a name stays what it is."""
+    return f"{cls.__module__}:{cls.__qualname__}" if isinstance(cls, type) else cls
 
 
-def importable_name(env) -> str:
+def is_importable(env: str | type) -> bool:
+    """Whether another process can import an environment."""
+    name = long_name(env)
+    return not name.startswith("__main__:") and "<locals>" not in name
+
+
+def importable_name(env: str | type) -> str:
     """The name by which worker processes can import an environment. ValueError: there is none."""
-    if isinstance(env, type):
-        env = f"{env.__module__}:{env.__qualname__}"
     if not is_importable(env):
-        raise ValueError(f"worker processes cannot import {env}: put the class into a module, or "
-                         "use workers=0 to play in this process")
-    return env
+        raise ValueError(f"worker processes cannot import {long_name(env)}: put the class into a "
+                         "module, or use workers=0 to play in this process")
+    return long_name(env)
 
 
 @dataclass
@@ -632,7 +634,14 @@ class WorkerPool:
 
     def replace(self, worker, why, at_work):
         """Starts a lost worker again, unless it was lost too often. `at_work`: {number: AtWork} of
-        the games at one of which it was lost. What nobody waits for is nobody's fault."""
+        the games at one of which it was lost. Of these, the games that wait for an answer are under
+        suspicion (what a worker did that nobody waits for counts for no game):
+
+            some, beside other games at work   no loss is counted; each will be at work alone
+            one, which was at work alone       the loss is the game's. Where a step may kill a
+                                               worker, the second one loses the game; else the
+                                               fourth one is an error
+            none                               the loss is the worker's, and the fourth an error"""
         waiting = self.unanswered(worker)
         suspects = [game for game in waiting
                     if game.number in at_work and at_work[game.number].wanted]

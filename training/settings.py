@@ -6,7 +6,7 @@
     parse           the flags of train.py -> that Config
     learner_class   a method by its name
 
-Code that takes a Config never fills in a default.
+Code that takes a Config fills in no default, but for those that are named in a comment here.
 """
 import dataclasses
 import json
@@ -34,8 +34,9 @@ ALGOS = {"sapo": "train:Learner", "ppo-turns": "baselines.learners:PPOTurns",
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Every setting is a flag, and its comment is the flag's --help. Defaults are the paper's where
-    it gives them, else verl-agent's, else ours. What is None here depends on the environment, the
-    model or the machine, and `settings` fills it in. ValueError: a value cannot be used."""
+    it gives them, else verl-agent's, else ours. What is None here is filled in by `settings`, from
+    the environment, the model or the machine, or means that there is none. ValueError: a value
+    cannot be used."""
 
     env: str = "house"  # house, alfworld, webshop, webshop-human (goals by people), MODULE:CLASS
     model: str = "tiny"  # tiny (results/tiny-*), a hub id, a bare name (Qwen2.5-1.5B), a folder
