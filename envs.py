@@ -28,7 +28,7 @@ import pkgutil
 import re
 import sys
 import types
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 
 from runtime.answers import as_action, as_number, as_python, obs_text
 from runtime.workers import GameError  # noqa: F401 (what a Pool raises)
@@ -494,7 +494,7 @@ class PromptBuilder:
         if context == "full":
             yield self.new_messages()
         else:
-            for k in range(history, -1, -1):
+            for k in range(min(history, len(self.history)), -1, -1):
                 yield self.system + user_message(self.window_prompt(k))
 
     def accepts(self, action, valid):
@@ -616,6 +616,8 @@ def env_class(name: str | type[Env]) -> type[Env]:
     found = name if isinstance(name, type) else imported(name)
     if isinstance(found, types.ModuleType):
         raise ValueError(f"--env {name}: it is a module; name its class, {name}:CLASS")
+    if not isinstance(found, type):
+        raise ValueError(f"--env {name}: it is no class; name the class of the environment")
     if not hasattr(found, "held_out"):
         raise ValueError(f"--env {name}: an environment must inherit from envs.Env")
     check_attributes(found)
@@ -636,14 +638,42 @@ def check_attributes(env: type[Env]) -> None:
         return (isinstance(value, (tuple, list)) and len(value) > 0
                 and all(isinstance(x, (int, float)) and x >= 0 for x in value))
 
+    def text(value):
+        return isinstance(value, str)
+
+    def texts(value):
+        return isinstance(value, (tuple, list)) and all(map(text, value))
+
+    def dictionary(value):
+        return isinstance(value, Mapping)
+
+    def at_least(low):
+        return lambda value: isinstance(value, int) and value >= low
+
+    def or_none(is_right):
+        return lambda value: value is None or is_right(value)
+
     for name, is_right, kind in (
+            ("flags", texts, 'a tuple of texts, as in ("data",)'),
+            ("horizon", at_least(1), "a whole number from 1 on"),
+            ("recommended", dictionary, "a dictionary"),
+            ("tiny_model", text, "a text"),
+            ("context", ("window", "full").__contains__, '"window" or "full"'),
+            ("system", or_none(text), "a text, or None"),
+            ("role", text, "a text"),
+            ("instruction", or_none(text), "a text, or None"),
+            ("max_prompt", or_none(at_least(1)), "a whole number from 1 on, or None"),
+            ("max_observation", or_none(at_least(1)), "a whole number from 1 on, or None"),
+            ("fallback", at_least(0), "a whole number from 0 on"),
             ("held_out", split, "(split, number of games)"),
-            ("validation", lambda value: value is None or split(value),
-             "(split, number of games), or None"),
+            ("validation", or_none(split), "(split, number of games), or None"),
             ("eval_temperatures", temperatures, "a tuple of numbers, as in (0.4,)"),
-            ("horizon", lambda value: isinstance(value, int) and value > 0, "a whole number")):
+            ("categories", dictionary, "a dictionary"),
+            ("patience", lambda value: isinstance(value, (int, float)) and value > 0,
+             "a number of seconds above 0"),
+            ("workers", or_none(at_least(0)), "a whole number from 0 on, or None")):
         if not is_right(value := getattr(env, name)):
-            raise ValueError(f"--env {env.__name__}: {name} is {value!r}; it must be {kind}")
+            raise ValueError(f"--env {env.__name__}: {name} is {value!r:.200}; it must be {kind}")
 
 
 def imported(name: str):

@@ -53,7 +53,7 @@ import torch
 import envs
 from hf.loading import sapo_json_of
 from model import load
-from rollout import EVALUATION, Sampler, trajectories
+from rollout import EVALUATION, Sampler, checked, trajectories
 from runtime.checkpoint import RunDir, read_json, write_file
 from runtime.cli import (LARGE, Parser, argparse_options, check_ranges, choose_threads, file_path,
                          one_line_errors, progress)
@@ -69,7 +69,8 @@ def run_episodes(sampler, games, pool, *, seed, max_num_seqs, history):
     """Plays {number: game} and yields (number, episode_record) as soon as an episode is over."""
     for number, turns, builder in trajectories(
             sampler, [*games.values()], pool, trajs=games, seed=(seed, 0, EVALUATION),
-            max_num_seqs=max_num_seqs or MAX_NUM_SEQS, history=history, label="evaluation"):
+            max_num_seqs=max_num_seqs or MAX_NUM_SEQS, history=history, label="evaluation",
+            check=checked):
         yield number, episode_record(pool.env, games[number], turns, builder)
 
 
@@ -238,12 +239,13 @@ def write_reports(before, after, config) -> str:
 
 
 def columns_of(config) -> dict:
-    """The columns of the paper's table for runs with these settings, {head: score, success or a
-    category of tasks}."""
+    """The columns of the paper's table for runs with these settings, {head: (success or score, a
+    category of tasks or None for all)}."""
     env = envs.env_class(config["env"])
     if env.graded:
-        return {"Score": "score", "Success": "success"}
-    return {name: name for name in env.categories.values()} | {"All": "success"}
+        return {"Score": ("score", None), "Success": ("success", None)}
+    by_category = {name: ("success", name) for name in env.categories.values()}
+    return by_category | {"All": ("success", None)}
 
 
 # --------------------------------------------------------------------------------- command line
@@ -338,7 +340,8 @@ def complete(args):
     if settings.temperature is None:
         settings.temperature = env.eval_temperatures[0]
     settings.weights = args.model
-    if run and run == Path(args.model).resolve():  # it is the run itself, not RUN/best
+    # it is the run itself, not RUN/best, and it is finished
+    if run and run == Path(args.model).resolve() and (run / "final").is_dir():
         settings.weights = f"{run}/final"
     return run, settings
 

@@ -17,6 +17,7 @@ grow from turn to turn.
 Shapes: R slots, T tokens, S cache positions, D hidden size, H' key-value heads of size E.
     python rollout.py [--model NAME]       samples a response to one prompt with both engines
 """
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -870,14 +871,15 @@ def first_that_fits(candidates, room: int, chat, conversation, tools) -> tuple:
 def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=None,
                  max_num_seqs: int | None = None, history: int = 2,
                  make_messages: Callable | None = None, label: str = "rollout",
-                 interrupted: Callable[[], bool] | None = None) -> Iterator[tuple]:
+                 interrupted: Callable[[], bool] | None = None,
+                 check: Callable | None = None) -> Iterator[tuple]:
     """Plays each of the tasks, max_num_seqs of them side by side (default: all), and yields (traj,
     turns, PromptBuilder) as soon as an episode is over. `trajs` are the trajectories' numbers
     (default 0, 1, ...), which with `seed` determine the random numbers. make_messages(traj, turns,
     builder) can replace builder.messages. An episode whose next prompt does not fit is
     truncated, and has no turns if that was its first. `label` names the progress bar. Once
     interrupted() is true, which is asked between decoding steps, the episodes that are not over are
-    given up.
+    given up. check(sampler, response) -> response sees each response first, and can refuse it.
 
     Games compute while the model decodes. The answer to an action is collected a fixed number of
     decoding steps after it was sent (ENV_LATENCY_STEPS), or sooner if more episodes wait for games
@@ -931,7 +933,7 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
                 if traj not in playing or traj in pending:
                     raise ValueError(f"{type(sampler).__name__} returned a response for {traj!r}, "
                                      "which waits for none")
-                go_on(traj, response)
+                go_on(traj, check(sampler, response) if check else response)
                 bar.update()
             if playing and not pending and not sampler.busy:
                 raise ValueError(f"{type(sampler).__name__} has no response for trajectory "
@@ -968,35 +970,43 @@ def rollout(sampler: SamplerProtocol, tasks: list, pool, **options) -> list[Turn
     over, ordered by trajectory and turn. A task whose first prompt does not fit has none.
     ValueError: no task's prompt fits (with several ranks, train.make_minibatches says so), or a
     response is none of the policy's."""
-    episodes = [*trajectories(sampler, tasks, pool, **options)]
-    turns = [checked(sampler, turn) for _, played, _ in episodes for turn in played]
+    episodes = [*trajectories(sampler, tasks, pool, check=checked, **options)]
+    turns = [turn for _, played, _ in episodes for turn in played]
     all_over = len(episodes) == len(tasks) > 0
     if all_over and not turns and world_size() == 1:  # other ranks may have turns
         raise no_prompt_fits(sampler, tasks[0])
     return sorted(turns, key=lambda turn: (turn.traj, turn.turn))
 
 
-def checked(sampler, turn: Turn) -> Turn:
-    """A turn with plain numbers, whatever its sampler returned. ValueError: its response is none of
-    the policy's, as SamplerProtocol describes them."""
-    ids, logp = [*map(int, turn.action_ids)], [*map(float, turn.logp)]
-    what = f"{type(sampler).__name__} returned a response"
+def checked(sampler, response) -> Response:
+    """A response with plain numbers, whatever its sampler returned. ValueError: it is none of the
+    policy's, as SamplerProtocol describes them."""
+    what, lm = f"{type(sampler).__name__} returned a response", sampler.lm
+    try:
+        ids, logp = [*map(operator.index, response.ids)], [*map(float, response.logp)]
+        v, q = float(response.v), float(response.q)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        shown = " ".join(repr(response).split())
+        raise ValueError(f"{what} that is none: {shown:.200} ({error}). A rollout.Response is "
+                         "expected, whose ids and logp are lists of numbers") from None
     if not 0 < len(ids) <= sampler.max_new_tokens:
         raise ValueError(f"{what} of {len(ids)} tokens; 1 to {sampler.max_new_tokens}, with the "
                          "stop token, are expected")
-    if len(ids) < sampler.max_new_tokens and not sampler.lm.stopped(ids):
+    if unknown := [i for i in ids if not 0 <= i < len(lm.head.weight)]:
+        raise ValueError(f"{what} with token {unknown[0]}, and the model has those from 0 to "
+                         f"{len(lm.head.weight) - 1}")
+    if len(ids) < sampler.max_new_tokens and not lm.stopped(ids):
         raise ValueError(f"{what} that ends with token {ids[-1]}, before it has "
                          f"{sampler.max_new_tokens} tokens; the stop token, one of "
-                         f"{sampler.lm.stop_ids}, belongs to it")
+                         f"{lm.stop_ids}, belongs to it")
     if len(ids) != len(logp):
         raise ValueError(f"{what} of {len(ids)} tokens and {len(logp)} log-probs; one for each "
                          "token is expected")
-    reserved = [x for token, x in zip(ids, logp) if token in sampler.lm.value_ids]
+    reserved = [x for token, x in zip(ids, logp) if token in lm.value_ids]
     if np.isfinite(reserved).any():  # where logits are NaN, any token can be drawn
-        raise ValueError(f"{what} with w+ or w-, {sampler.lm.value_ids}, which the policy never "
-                         "uses (Eq. 3)")
-    turn.action_ids, turn.logp, turn.v, turn.q = ids, logp, float(turn.v), float(turn.q)
-    return turn
+        raise ValueError(f"{what} with w+ or w-, {lm.value_ids}, which the policy never uses (Eq. "
+                         "3)")
+    return Response(ids, logp, v, q)
 
 
 def no_prompt_fits(sampler, task) -> ValueError:

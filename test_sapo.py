@@ -646,6 +646,17 @@ def test_messages_of_an_environment_are_passed_on_as_they_are():
         with_responses(Gallery, "Cat", wrong, context="window")
 
 
+def test_no_prompt_is_tried_twice_however_long_the_history():
+    """When none fits, all of them are encoded."""
+    builder = House.prompt_builder("You see a lamp.", {"admissible": ["look"], "task": "Look."})
+    for turns in range(4):
+        prompts = [message["content"] for message, in builder.messages("window", 10 ** 9)]
+        assert len(prompts) == len({*prompts}) == turns + 1
+        assert prompts[:2] == [
+            message["content"] for message, in builder.messages("window", turns)][:2]
+        builder.record("look", "You see a lamp.", builder.info)
+
+
 def test_system_message_begins_every_prompt_of_window_and_every_conversation():
     class Wrapped2(Wrapped):
         system = "Be brief."

@@ -93,6 +93,7 @@ class Learner:
         diff = self.compare_with_sampler(batch, minibatches, old)
         ref = self.score_reference(minibatches)  # log-probs for the KL term
         targets = self.targets(batch, old)  # lines 4 and 5: GAE over turns, normalization
+        check_targets(self, targets, batch, old)
         infos = [self.step(minibatch, old, ref, targets, iteration)  # lines 6 and 7
                  for minibatch in shown(minibatches, "update")]
         self.free_gradients()
@@ -285,6 +286,19 @@ class Targets(NamedTuple):
     v: torch.Tensor  # (N,) V_old and Q_old, in units of return
     q: torch.Tensor
     returns: torch.Tensor  # (N,) the discounted return from each turn on
+
+
+def check_targets(learner, targets: Targets, batch, old: Scores) -> None:
+    """ValueError: a tensor that a learner's `targets` returned is of another shape than Targets
+    says, or than the old values that its loss will compare with targets. (The slices of one that is
+    too long would fit, and be those of other turns.)"""
+    shapes = {"adv": batch.logp, "y_v": old.p_v, "y_q": old.p_q, "v": batch.reward,
+              "q": batch.reward, "returns": batch.reward}
+    for name, like in shapes.items():
+        x = getattr(targets, name)
+        if x is not None and like is not None and x.shape != like.shape:
+            raise ValueError(f"{type(learner).__name__}.targets: {name} has the shape "
+                             f"{tuple(x.shape)}, and {tuple(like.shape)} is expected")
 
 
 # ------------------------------------------------------------------------------ the gradient step

@@ -108,6 +108,7 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
     `name`. If it is an adapter, the model is the one that it is for, with this adapter. ValueError:
     they cannot be read; or the model's context is too short for `prompt` and a response of
     max_new_tokens, which is found out before the weights are read."""
+    check_folder(name, where)
     adapter = {}
     try:
         adapter = read_json(where, "adapter_config.json")
@@ -144,6 +145,20 @@ def read_model(name: str, where: str, dtype, prompt: str = "", max_new_tokens: i
     if missing := sorted(report["missing_keys"]):  # transformers would initialize them randomly
         raise ValueError(f"the weights of {name} lack {len(missing)} tensors, such as {missing[0]}")
     return model, tokenizer
+
+
+def check_folder(name: str, where: str) -> None:
+    """ValueError: `where` is a local folder, and there is no model in it."""
+    if not Path(where).is_dir() or find_file(where, "adapter_config.json"):
+        return
+    config = read_json(where, "config.json")
+    if {"env", "model", "seed"} <= config.keys():  # as runtime/checkpoint.py writes it
+        checkpoints = [f", or take --model {path}" for path in Path(where).glob("checkpoint-*")]
+        raise ValueError(f"cannot load model {name}: the run in this folder is not finished. "
+                         f"Continue it with train.py --resume --out {name}" + "".join(checkpoints))
+    if not config:
+        raise ValueError(f"cannot load model {name}: there is no model in this folder, because it "
+                         "has no config.json")
 
 
 def base_of(adapter_config: dict) -> str:

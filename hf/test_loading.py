@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import eval as evaluation
 import train
 from environments.alfworld import AlfWorld
 from environments.house import House
@@ -19,7 +20,7 @@ from hf.chat import used_tokens
 from hf.loading import RESULTS, find_stop_ids, reserve_value_ids, resolve_model, sapo_json_of
 from model import actor_critic, load, make_batch
 from rollout import Sampler
-from runtime.testing import GAMES, TINY_HOUSE, on_the_cpu, random_lm
+from runtime.testing import GAMES, TINY_HOUSE, on_the_cpu, random_lm, run_main
 from tools import imitate
 from tools.imitate import random_tiny
 
@@ -231,6 +232,20 @@ def test_models_are_found_in_the_home_folder(tmp_path, monkeypatch):
         load("~/nope")
     config, _ = imitate.parse(["--out=~/house"])
     assert config.out == f"{tmp_path}/house"
+
+
+def test_folder_without_a_model_is_named_as_that(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="there is no model in this folder, .*no config.json"):
+        load(str(tmp_path))
+    run = {"env": "house", "model": "tiny", "seed": 0}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    says = f"the run in this folder is not finished. Continue it with .*--out {tmp_path}"
+    with pytest.raises(ValueError, match=f"{says}$"):
+        load(str(tmp_path))
+    (tmp_path / "checkpoint-5").mkdir()
+    for script in train, evaluation:
+        with pytest.raises(SystemExit, match=f"{says}, or take --model {tmp_path}/checkpoint-5$"):
+            run_main(script, monkeypatch, "--model", tmp_path, "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("tied", [False, True])

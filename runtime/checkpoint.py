@@ -118,11 +118,24 @@ class RunDir:
 
     def metrics(self) -> list[dict]:
         """metrics.jsonl, without a last line that is still being written."""
-        lines = (self / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-        metrics = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        if not all(isinstance(line, dict) for line in metrics):
-            raise ValueError("metrics.jsonl has a line that is no JSON object")
+        path, metrics = self / "metrics.jsonl", []
+        for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            with contextlib.suppress(ValueError):
+                metrics.append(json.loads(line))
+            if len(metrics) < n or not isinstance(metrics[-1], dict):
+                raise ValueError(f"{path} is damaged: line {n} is no JSON object")
         return metrics
+
+    def check_metrics(self, checkpoint: Path) -> None:
+        """ValueError: metrics.jsonl lacks iterations of the checkpoint, or is damaged."""
+        done, log = iterations_of(checkpoint), self / "metrics.jsonl"
+        found = len(self.metrics()) if log.exists() else 0
+        if found < done:
+            raise ValueError(f"{log} has {found} whole lines, and {checkpoint} is of {done} "
+                             "iterations: the file was cut or replaced. Put it back, or start "
+                             f"another run with --model {checkpoint}")
 
     def metrics_of(self, iterations: int) -> list[dict]:
         """metrics.jsonl of a run that has done so many iterations; creates the folder if there is
@@ -193,18 +206,23 @@ class RunDir:
 
     def delete_results(self) -> None:
         """Deletes what a resumed run writes anew, the final weights and eval.json(l)."""
+        self.set_reports_aside("final", "adapter", iterations=len(self.metrics()))
         for name in "final", "adapter":
             shutil.rmtree(self / name, ignore_errors=True)
         for name in "eval.json", "eval.jsonl":
             (self / name).unlink(missing_ok=True)
-        self.set_reports_aside("final", "adapter", iterations=len(self.metrics()))
 
     def set_reports_aside(self, *weights: str, iterations: int) -> None:
         """Gives what eval.py wrote about these weights, which will be replaced, the name
-        eval-after-N-..., for the N iterations that they had seen."""
+        eval-after-N-..., for the N iterations that they had seen. Other files stay."""
+        def is_of_these(path):
+            try:
+                return Path(str(read_json(path).get("weights"))).name in weights
+            except (ValueError, OSError):  # it is somebody's, or damaged
+                return False
+
         reports = [path for path in self.path.glob("eval-*.json")
-                   if not path.name.startswith("eval-after-")
-                   and Path(str(read_json(path).get("weights"))).name in weights]
+                   if not path.name.startswith("eval-after-") and is_of_these(path)]
         for path in reports + [path.with_suffix(".jsonl") for path in reports]:
             if path.exists():
                 path.rename(self / path.name.replace("eval-", f"eval-after-{iterations}-", 1))

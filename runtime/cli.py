@@ -47,6 +47,8 @@ def file_path(text) -> str:
     """A path that is given, with the home folder in place of ~ at its beginning. ValueError: there
     is no such home folder, or no path can be so."""
     name = os.path.expanduser(text)
+    if not name:
+        raise ValueError("it is empty, and must be a name")
     if name.startswith("~"):
         raise ValueError(f"there is no such home folder; for a folder of this name, write ./{name}")
     if "\0" in name:

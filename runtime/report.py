@@ -99,8 +99,10 @@ def read_run(folder, finished):
     stored = RunDir(folder)
     run = SimpleNamespace(config=stored.settings(), lines=stored.metrics(),
                           result=read_json(folder / "eval.json"))
-    if not (run.result if finished else run.lines):
-        raise ValueError("it has no eval.json" if finished else "no iteration is finished")
+    if finished and not run.result:
+        raise ValueError("it has no eval.json")
+    if not run.lines:
+        raise ValueError("no iteration is finished")
     if missing := [key for key in NEEDED if any(key not in line for line in run.lines)]:
         raise ValueError(f"its metrics.jsonl lacks {', '.join(missing)}")
     return run
@@ -144,7 +146,7 @@ def markdown(rows) -> str:
 
 def paper_table(folders, columns_of) -> str:
     """The paper's Table 1 as Markdown: means over seeds in percent, ± one standard error.
-    columns_of(config) -> {head: score, success or a category of tasks}."""
+    columns_of(config) -> {head: (success or score, a category of tasks or None for all)}."""
     return for_each_setting(folders, lambda groups: one_table(groups, columns_of))
 
 
@@ -170,14 +172,15 @@ def for_each_setting(folders, table_of) -> str:
 def one_table(groups, columns_of) -> str:
     """{label: runs of one model in one environment} -> a table."""
     first = next(iter(groups.values()))
-    columns = {head: (name, None) for head, name in columns_of(first[0].config).items()}
+    columns = {head: (*column, None) for head, column in columns_of(first[0].config).items()}
     if any(key_of("success", temperature=1) in run.result
            for runs in groups.values() for run in runs):
-        columns["All, T = 1"] = "success", 1
+        columns["All, T = 1"] = "success", None, 1
 
-    def share(result, when, name, temperature) -> float:
-        by_category = result.get(f"{key_of('success', when)}_by_category", {})
-        return 100 * by_category.get(name, result.get(key_of(name, when, temperature), np.nan))
+    def share(result, when, name, category, temperature) -> float:
+        if category is None:
+            return 100 * result.get(key_of(name, when, temperature), np.nan)
+        return 100 * result.get(f"{key_of(name, when)}_by_category", {}).get(category, np.nan)
 
     def row(label, runs, when) -> list:
         shares = [[share(run.result, when, *column) for run in runs] for column in columns.values()]

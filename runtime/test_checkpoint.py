@@ -1,4 +1,5 @@
 """Tests of runtime/checkpoint.py."""
+import contextlib
 import json
 import os
 import shutil
@@ -45,6 +46,30 @@ def test_resumed_run_keeps_the_metrics_that_its_checkpoint_covers(tmp_path):
     (path / "config.json").write_text(json.dumps(SETTINGS | {"save_every": 5}))
     run.begin(SETTINGS)  # it had not come to its first checkpoint, and saves more often from now on
     assert not run.metrics()
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"weights": "run/fi', "", "notes", "{}"])
+def test_reports_that_are_somebodys_or_damaged_stay_and_stop_nothing(tmp_path, text):
+    (tmp_path / "final").mkdir()
+    for name in ("metrics.jsonl", "eval.json", "eval.jsonl"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "eval-mine.json").write_text(text)
+    RunDir(tmp_path).delete_results()
+    RunDir(tmp_path).set_reports_aside("best", iterations=3)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "eval-mine.json"}
+    assert (tmp_path / "eval-mine.json").read_text() == text
+
+
+@pytest.mark.parametrize("text, says", [
+    (None, "has 0 whole lines, and .*checkpoint-2 is of 2 iterations: the file was cut"),
+    ("", "has 0 whole lines"), ('{"a": 1}\n{"a": 2}', "has 1 whole lines"),
+    ('{"a": 1}\nnothing\n', "metrics.jsonl is damaged: line 2 is no JSON object"),
+    ("[]\n[]\n", "line 1 is no JSON object"), ('{"a": 1}\n' * 2, None), ("{}\n" * 3, None)])
+def test_metrics_that_lack_iterations_of_the_checkpoint_are_named(tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+        RunDir(tmp_path).check_metrics(tmp_path / "checkpoint-2")
 
 
 def test_only_checkpoints_of_the_run_are_deleted(tmp_path):

@@ -1,4 +1,5 @@
 """Tests of runtime/report.py: tables, curves, and the page of an episode."""
+import json
 import os
 import re
 import types
@@ -128,6 +129,25 @@ def test_methods_are_compared_by_how_soon_they_reach_a_success_rate(tmp_path, mo
     run_main(evaluation, monkeypatch, "--table", *runs[:2], "--reach", 0.5)  # nothing to subtract
     only_table = capsys.readouterr().out
     assert "| episodes to 50% |" in only_table and len(only_table.splitlines()) == 3
+
+
+def test_category_of_any_name_is_not_the_total(tmp_path):
+    columns = {"success": ("success", "success"), "score": ("success", "score"),
+               "All": ("success", None), "Score": ("score", None)}
+    run = a_run(tmp_path / "run", 0.5, 1)
+    result = json.loads(Path(run, "eval.json").read_text())
+    result["success_by_category"] = {"success": 0.25, "score": 0.75}
+    Path(run, "eval.json").write_text(json.dumps(result))
+    *_, row = report.paper_table([run], lambda config: columns).splitlines()
+    assert row.startswith("| run | 1 | 25.0 | 75.0 | 50.0 | 50.0 | 25.0 |")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_run_without_lines_is_skipped(tmp_path, capsys, finished):
+    runs = [a_run(tmp_path / name, 0.5, 1) for name in ("sapo-0", "empty-0")]
+    Path(runs[1], "metrics.jsonl").write_text("")
+    assert list(report.group_runs(runs, finished)) == ["sapo"]
+    assert "empty-0: no iteration is finished" in capsys.readouterr().err
 
 
 def test_a_name_with_dollars_is_no_mathematics(tmp_path):

@@ -47,6 +47,12 @@ def games():
         return ids, side_by_side(pool, ids)
 
 
+def test_worker_whose_pool_is_closed_while_it_starts_says_nothing(capfd):
+    with a_pool(2):
+        pass
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_pool_answers_do_not_depend_on_the_number_of_workers(games, workers):
     ids, answers = games

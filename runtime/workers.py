@@ -293,7 +293,10 @@ def worker_main(fd):
         except OSError:  # the parent has ended, or a game has closed the pipe
             messages.put(the_end)
 
-    asynchronous, *made = conn.recv()
+    try:
+        asynchronous, *made = conn.recv()
+    except (EOFError, OSError):  # the parent has ended already
+        return
     worker = GameThreads(tell, *made) if asynchronous else EnvWorker(*made)
     # a thread always reads what the parent sends: with both pipes full, both sides would hang
     threading.Thread(target=read, daemon=True).start()

@@ -49,12 +49,13 @@ from hf.loading import sapo_json_of
 from model import (actor_critic, float32_logits, load, make_batch, micro_batches,
                    restricted_log_softmax)
 from rollout import DEMONSTRATIONS, PROBE, rollout
-from runtime.answers import as_info, as_observation, obs_text
-from runtime.checkpoint import read_tensors, write_folder
+from runtime.answers import as_info, as_observation, obs_text, parts_of
+from runtime.checkpoint import RunDir, read_tensors, write_folder
 from runtime.cli import (LARGE, check_ranges, choose_threads, one_line_errors, parser_for,
                          progress)
 from runtime.distributed import init_distributed, mean_or_zero, print0, stop, world_size
 from runtime.optim import AdamW
+from runtime.workers import in_words
 from training.run import settings_of_games, with_speed_and_memory_settings
 from training.settings import expanded
 
@@ -166,7 +167,7 @@ def tokenizer_for(config, flags):
     env, chat = envs.env_class(config.env), Chat(bpe_tokenizer())
     games, same, responses, phrases = [], [], [], {*prompt_phrases(), env.role, f"'{SEP}'"}
     ids = envs.tasks(config.env, "train", **envs.options_for(vars(config)))
-    for task in evaluation.evenly_spaced(ids, 256 * flags.vocabulary // 4000):
+    for task in evaluation.evenly_spaced(ids, max(1, 256 * flags.vocabulary // 4000)):
         if turns := demonstrate_here(config, flags, (config.seed, 0), task):
             samples = samples_of(chat, turns, config.context, config)
             games += [chat.tokenizer.decode(ids) for ids, _ in samples]
@@ -360,11 +361,11 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
     that a model sees how to recover. (In other environments it might end the episode.)"""
     rng = random.Random(f"demonstration {seed} {task}")
     forgetful, turns = rng.random() < forget, []
-    obs, info = env.reset(task)
+    obs, info = parts_of(env.reset(task), "reset()", "obs, info")
     obs = as_observation(obs, env, begins=True)
     info = first = as_info(info, env, task=obs_text(obs), category=None, won=False)
     while advice := env.advice(forgetful):
-        thought, label = advice
+        thought, label = parts_of(advice, "advice()", "thought, action")
         response = env.format_response(thought, label)
         if not env.prompt_builder(obs, info).accepts(*env.parse_action(response)):
             raise ValueError(f"the demonstrator of {type(env).__name__} gives {label!r} in task "
@@ -374,7 +375,8 @@ def demonstrate(env, task, seed, forget=0.0, noise=0.0):
         random_turn = isinstance(env, (House, AlfWorld)) and rng.random() < noise
         executed = rng.choice(info["admissible"]) if random_turn else label
         turns.append(Demonstrated(obs, info, thought, label, executed))
-        obs, _, terminated, truncated, new = env.step(executed)
+        obs, _, terminated, truncated, new = parts_of(
+            env.step(executed), "step()", "obs, reward, terminated, truncated, info")
         obs = as_observation(obs, env, begins=False)
         info = as_info(new, env, first["task"], first["category"], won=False)
         if terminated or truncated or idle or len(turns) == env.horizon:
@@ -398,7 +400,7 @@ def demonstrate_here(config, flags, seed, task):
         env = demonstrator(config.env, **envs.options_for(vars(config)))
         return demonstrate(env, task, seed, flags.forget, flags.noise)
     except Exception as error:  # not every exception can be pickled
-        raise envs.GameError(f"{config.env}: game {task} failed: {error!r}") from None
+        raise envs.GameError(f"{config.env}: game {task} failed: {in_words(error)}") from None
 
 
 # ---------------------------------------------------------------- learning from demonstrations
@@ -574,11 +576,13 @@ def imitate(lm, pool, config, flags, mapper=map):
 
 
 def save(lm, folder, state=None):
-    """Writes the model's folder, with the state that --resume needs."""
+    """Replaces the model's folder. While imitation goes on, it has the state that --resume needs,
+    and stays locked (RunDir.lock)."""
     def fill(new):
         lm.save(new)
         if state:
             torch.save(state, f"{new}/imitation.pt")
+            os.link(f"{folder}/.lock", f"{new}/.lock")
 
     write_folder(folder, fill)
 
@@ -628,8 +632,9 @@ class Flags:
                          # new in every task
 
     def __post_init__(self):
-        check_ranges(self, ((0, LARGE, "steps copy_steps lr text_weight"), (1, LARGE, "batch"),
-                            (0, 1, "forget until until_success"), (8, LARGE, "width")))
+        check_ranges(self, ((0, LARGE, "steps copy_steps lr text_weight"),
+                            (1, LARGE, "batch vocabulary"),
+                            (0, 1, "forget noise until until_success"), (8, LARGE, "width")))
         if self.width % 8 or self.copy_steps and self.width < 64:
             raise ValueError("--width must be a multiple of 8, and with --copy_steps at least 64; "
                              f"it is {self.width}")
@@ -677,7 +682,8 @@ def parse(argv=None):
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
         raise ValueError(f"--out {config.out} has no unfinished imitation")
-    if os.path.exists(config.out) and not flags.resume:
+    if os.path.exists(config.out) and not flags.resume and (
+            not os.path.isdir(config.out) or {*os.listdir(config.out)} - RunDir.LEFTOVERS):
         raise ValueError(f"--out {config.out} exists already; choose a new folder")
     if unused := given.keys() - SHARED:
         raise ValueError(f"--{min(unused)} has no effect on imitation")
@@ -702,34 +708,40 @@ def main():
         config, flags = parse()
         who = "a new random model" if config.model == "random" else config.model
         print0(f"{who} imitates the demonstrator of {config.env}, {flags.steps} steps or fewer")
-        dtype = getattr(torch, config.dtype)
-        if flags.resume:
-            lm = load(config.out, dtype=dtype)
-        elif config.model == "random":
-            tokenizer = tokenizer_for(config, flags) if makes_tokenizer(config.env) else None
-            lm = random_tiny(config.seed, dtype, tokenizer, flags.width, flags.copy_steps > 0,
-                             value_tokens=config.value_tokens, r_max=config.r_max,
-                             tau_v=config.tau_v)
-            lm.recommended = (SMALL_SETTINGS | envs.env_class(config.env).recommended
-                              | {"max_new_tokens": config.max_new_tokens})  # no response is cut
-        else:
-            lm = load(config.model, tiny=envs.env_class(config.env).tiny_model, dtype=dtype,
-                      value_tokens=config.value_tokens, r_max=config.r_max, tau_v=config.tau_v)
-        lm.played_with = settings_of_games(config, None)
-        choose_threads(lm.model)
-        lm = with_speed_and_memory_settings(lm, config)
-        if flags.copy_steps and config.model == "random" and not flags.resume:
-            learn_to_copy(lm, flags.copy_steps, flags.lr, config.seed)
-        workers = envs.default_workers(config.env)
-        pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
-        # forked from a server without threads; Ctrl-C is left to this process
-        players = ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver"),
-                                      signal.signal, (signal.SIGINT, signal.SIG_IGN))
-        with contextlib.closing(pool), players, stop.handle_signals():
-            imitate(lm, pool, config, flags, players.map if workers else map)
-        save(lm, config.out)
+        with RunDir(config.out).lock(flags.resume):
+            make_model(config, flags)
         print0(f"wrote {config.out}; next: python train.py --env {config.env} --model "
                f"{config.out}, with the same flags for environment and prompts")
+
+
+def make_model(config, flags):
+    """Loads or makes a model, lets it imitate, and writes it to config.out."""
+    dtype = getattr(torch, config.dtype)
+    if flags.resume:
+        lm = load(config.out, dtype=dtype)
+    elif config.model == "random":
+        tokenizer = tokenizer_for(config, flags) if makes_tokenizer(config.env) else None
+        lm = random_tiny(config.seed, dtype, tokenizer, flags.width, flags.copy_steps > 0,
+                         value_tokens=config.value_tokens, r_max=config.r_max,
+                         tau_v=config.tau_v)
+        lm.recommended = (SMALL_SETTINGS | envs.env_class(config.env).recommended
+                          | {"max_new_tokens": config.max_new_tokens})  # no response is cut
+    else:
+        lm = load(config.model, tiny=envs.env_class(config.env).tiny_model, dtype=dtype,
+                  value_tokens=config.value_tokens, r_max=config.r_max, tau_v=config.tau_v)
+    lm.played_with = settings_of_games(config, None)
+    choose_threads(lm.model)
+    lm = with_speed_and_memory_settings(lm, config)
+    if flags.copy_steps and config.model == "random" and not flags.resume:
+        learn_to_copy(lm, flags.copy_steps, flags.lr, config.seed)
+    workers = envs.default_workers(config.env)
+    pool = envs.Pool(config.env, envs.options_for(vars(config)), workers)
+    # forked from a server without threads; Ctrl-C is left to this process
+    players = ProcessPoolExecutor(max(1, workers), multiprocessing.get_context("forkserver"),
+                                  signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    with contextlib.closing(pool), players, stop.handle_signals():
+        imitate(lm, pool, config, flags, players.map if workers else map)
+    save(lm, config.out)
 
 
 if __name__ == "__main__":

@@ -295,10 +295,52 @@ def test_a_model_that_exists_is_not_made_otherwise(flag):
     ("--batch 0", "--batch must be at least"),
     ("--width 20", "multiple of 8"), ("--width 56 --copy_steps 1", "at least 64"),
     ("--rename", "--env house cannot be learned with --rename"),
+    ("--noise 7", "--noise must be at least 0 and at most 1"),
+    ("--vocabulary -5", "--vocabulary must be at least 1"),
     ("--copy_steps -1", "--copy_steps must be at least 0")])
 def test_flags_that_imitation_cannot_use_are_refused(flags, says):
     with pytest.raises(ValueError, match=says):
         imitate.parse(flags.split())
+
+
+def test_folder_of_an_imitation_is_its_own_from_the_beginning_to_the_end(tmp_path, monkeypatch):
+    """Also after it has saved its state, which replaces the folder."""
+    def others_try(*_):
+        for script, flags in (imitate, ()), (train, ("--iterations", 1, "--eval_games", 0)):
+            with pytest.raises(SystemExit, match="exists already|another process writes to"):
+                with monkeypatch.context() as patch:
+                    run_main(script, patch, "--out", out, *flags)
+        tried.append(sorted(path.name for path in out.iterdir()))
+        return 0.0, 0.0
+
+    out, tried, save = tmp_path / "made", [], imitate.save
+    monkeypatch.setattr(imitate, "measure", others_try)
+    monkeypatch.setattr(imitate, "save", lambda *args: (others_try(), save(*args)))
+    monkeypatch.setattr(imitate, "SAVE_AFTER", -1)  # after each step
+    run_main(imitate, monkeypatch, "--steps", 2, "--batch", 2, "--width", 16, "--out", out)
+    assert tried[0] == [".lock"] and "imitation.pt" in tried[1] and ".lock" in tried[2]
+    assert load(str(out)) and not (out / ".lock").exists()
+
+
+class Lost(frozen_lake.FrozenLake):
+    """It gives advice that is none, or fails while it does."""
+
+    gives = None
+
+    def advice(self, forgetful=False):
+        return self.gives or self.nowhere
+
+
+@pytest.mark.parametrize("gives, says", [
+    ("north", r"advice\(\) must return \(thought, action\), and returned 'north'"),
+    (("x",), r"advice\(\) must return \(thought, action\), and returned \('x',\)"),
+    (None, r"AttributeError: .*nowhere.* \(.*test_imitate.py:\d+\)")])
+def test_demonstrator_that_fails_is_named_with_the_place(monkeypatch, gives, says):
+    monkeypatch.setattr(Lost, "gives", gives)
+    config, flags = imitate.parse(["--env", "environments.frozen_lake:FrozenLake"])
+    monkeypatch.setattr(imitate, "demonstrator", lambda *_, **__: Lost())
+    with pytest.raises(envs.GameError, match=f"game 3 failed: .*{says}"):
+        imitate.demonstrate_here(config, flags, 0, 3)
 
 
 def test_a_made_model_has_the_bounds_and_value_tokens_that_were_given(tmp_path, monkeypatch):

@@ -66,12 +66,11 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
         first_task, *_ = evaluation.without(task_ids, config.leave_out)
         check_disjoint(pool.name, {"trained on": task_ids, "held out": held_out,
                                    "for validation": validation})
-        again = f" --resume --out {shlex.quote(str(config.out))}" if folder else ""
-        again = again.replace("{", "{{").replace("}", "}}")  # the game is filled in
-        pool.remedy = ". --leave_out {}" + again + " goes on without it"
         checkpoint = folder and folder.newest_checkpoint()
         if checkpoint:
             check_length(config, folder.settings(), iterations_of(checkpoint))
+            folder.check_metrics(checkpoint)
+        pool.remedy = ". With --leave_out {} it is not played"  # (there may be no run to resume)
         logs = [log] if log else []
         if config.wandb and rank() == 0:
             wandb = init_wandb(config, folder)
@@ -89,6 +88,9 @@ def prepared(config: Config | None, lm=None, pool=None, learner=None,
             learner.restore(checkpoint)
         if folder and rank() == 0:
             folder.begin(as_json(vars(config)) | {"date": date}, checkpoint)
+        again = f" --resume --out {shlex.quote(str(config.out))}" if folder else ""
+        again = again.replace("{", "{{").replace("}", "}}")  # the game is filled in
+        pool.remedy = ". --leave_out {}" + again + " goes on without it"
         before = broadcast_object(read_json(folder / "before.json") if folder else {})
         if not before and not checkpoint:
             before = evaluation.evaluate_config(learner.lm, pool, config, make_sampler)

@@ -738,6 +738,18 @@ def test_game_that_always_fails_is_named_and_can_be_left_out(monkeypatch, broken
     assert len(read_lines(run / "metrics.jsonl")) == 3 and (run / "final").is_dir()
 
 
+def test_first_game_that_fails_can_be_left_out_by_what_the_message_says(monkeypatch, broken):
+    """There is no run to resume then."""
+    flags, run, *_ = broken("self.turn = 0", "raise ValueError('no')")
+    first = tasks(f"{run.parent.name}:FrozenLake", "train")[0]
+    open(str(first), "w").close()
+    with pytest.raises(SystemExit, match=f"game {first} failed: .*With --leave_out {first} it is"):
+        run_main(train, monkeypatch, *flags)
+    assert not (run / "config.json").exists()
+    run_main(train, monkeypatch, *flags, "--leave_out", first)
+    assert (run / "final").is_dir()
+
+
 def test_games_left_out_are_those_of_the_run_and_of_its_evaluations(monkeypatch, broken):
     flags, run, game, held_out = broken("self.turn += 1", "1 / 0")
     with pytest.raises(SystemExit, match="--leave_out x: there is no such task"):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import train
 from envs import GameError, Pool, tasks
+from eval import sampler_for
 from model import load
 from rollout import Response, Sampler, rollout
 from runtime.testing import (CONTEXTS, OneRank, TINY_HOUSE, TwoRanks, on_ranks, on_the_cpu,
@@ -150,6 +151,11 @@ def test_sampler_of_a_user_trains_and_evaluates(tmp_path, monkeypatch, capsys, c
     (lambda ids, logp: (ids, logp[1:]), "log-probs; one for each token is expected"),
     (lambda ids, logp: ([load(TINY_HOUSE).value_ids[0], *ids[1:]], logp), "which the policy never"),
     (lambda ids, logp: (ids[:2], logp[:2]), "ends with token .*, before it has 8 tokens; the stop"),
+    (lambda ids, logp: ([10 ** 6, *ids[1:]], logp), "with token 1000000, and the model has those"),
+    (lambda ids, logp: ([*ids[:-1], -1], logp), "with token -1, and the model has those from 0 to"),
+    (lambda ids, logp: ([0.5, *ids[1:]], logp), "that is none: .*ids and logp are lists of num"),
+    (lambda ids, logp: (torch.tensor([ids, ids]), logp), "that is none: .*lists of numbers"),
+    (lambda ids, logp: (ids, None), "that is none: .*lists of numbers"),
     (lambda ids, logp: (torch.tensor(ids), torch.tensor(logp)), None)])  # plain numbers in the end
 def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says):
     class Changed(Generate):
@@ -163,6 +169,28 @@ def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says)
         turns = rollout(*given)
         assert all(type(n) is int for turn in turns for n in turn.action_ids)
         assert all(type(x) is float for turn in turns for x in turn.logp)
+
+
+TARGETS = {  # (N,) is a number for each turn, (M,) for each response token
+    "y_v": lambda t, batch: t.y_v[batch.turn_of_token], "y_q": lambda t, batch: t.y_q[:-1],
+    "adv": lambda t, batch: t.returns, "returns": lambda t, batch: t.returns[:1],
+    "v": lambda t, batch: t.v[:, None]}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_of_a_wrong_shape_are_named(name):
+    class Mine(train.Learner):
+        def targets(self, batch, old):
+            targets = super().targets(batch, old)
+            return targets._replace(**{name: TARGETS[name](targets, batch)})
+
+    lm, pool = load(TINY_HOUSE), Pool("house", {"horizon": 2})
+    config = train.settings(lm, pool, max_new_tokens=8, batch_size=2)
+    turns = rollout(sampler_for(lm, config), tasks("house", "train")[:2], pool)
+    learner = Mine(lm, config)
+    with pytest.raises(ValueError, match=f"Mine.targets: {name} has the shape .*is expected"):
+        learner.learn(turns, 0)
+    assert learner.optimizer_steps == 0
 
 
 @pytest.mark.parametrize("change, says", [

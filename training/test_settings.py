@@ -119,17 +119,36 @@ def test_what_an_environment_says_of_itself_must_make_sense():
             ("held_out", 50, "held_out is 50"), ("validation", "val", "validation is 'val'"),
             ("eval_temperatures", 0.4, "eval_temperatures is 0.4; it must be a tuple"),
             ("eval_temperatures", (), "eval_temperatures is ()"),
-            ("horizon", None, "horizon is None; it must be a whole number")):
+            ("horizon", None, "horizon is None; it must be a whole number"),
+            ("horizon", 0, "horizon is 0; it must be a whole number from 1 on"),
+            ("flags", "data", "flags is 'data'; it must be a tuple of texts"),
+            ("categories", ("easy", "hard"), "categories is ('easy', 'hard'); it must be a dict"),
+            ("recommended", None, "recommended is None; it must be a dictionary"),
+            ("context", "both", 'context is \'both\'; it must be "window" or "full"'),
+            ("system", ["x"], "system is ['x']; it must be a text, or None"),
+            ("role", None, "role is None; it must be a text"),
+            ("max_prompt", "9", "max_prompt is '9'; it must be a whole number from 1 on, or None"),
+            ("max_observation", -3, "max_observation is -3; it must be a whole number from 1 on"),
+            ("fallback", None, "fallback is None; it must be a whole number from 0 on"),
+            ("patience", None, "patience is None; it must be a number of seconds above 0"),
+            ("workers", "2", "workers is '2'; it must be a whole number from 0 on, or None")):
         Mine = type("Mine", (House,), {name: value})
         with pytest.raises(ValueError, match=re.escape(f"--env Mine: {says}")):
             train.settings(env=Mine)
     for env, says in (("environments.frozen_lake", "is a module; name its class, .*:CLASS"),
+                      ("environments.house:GOALS", "is no class; name the class"),
                       ("__main__:Mine", "known only to the script or notebook")):
         with pytest.raises(ValueError, match=says):
             train.settings(env=env)
     for given in (dict(env=House()), dict(algo=train.Learner)):
         with pytest.raises(ValueError, match="it must be a text, MODULE:CLASS or the short name"):
             train.settings(**given)
+
+
+@pytest.mark.parametrize("flag", ["--out", "--model", "--data"])
+def test_a_path_is_not_empty(flag):  # as that of a variable of the shell that is not set
+    with pytest.raises(ValueError, match=f"{flag} '': it is empty"):
+        train.parse([flag, ""])
 
 
 @pytest.mark.parametrize("name, value", [("lr", "1e-4"), ("batch_size", 2.5), ("seed", "0")])
