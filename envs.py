@@ -23,6 +23,7 @@ import functools
 import inspect
 import json
 import math
+import numbers
 import os
 import pkgutil
 import re
@@ -494,7 +495,7 @@ class PromptBuilder:
         if context == "full":
             yield self.new_messages()
         else:
-            for k in range(min(history, len(self.history)), -1, -1):
+            for k in range(history, -1, -1):
                 yield self.system + user_message(self.window_prompt(k))
 
     def accepts(self, action, valid):
@@ -642,13 +643,13 @@ def check_attributes(env: type[Env]) -> None:
         return isinstance(value, str)
 
     def texts(value):
-        return isinstance(value, (tuple, list)) and all(map(text, value))
+        return isinstance(value, (tuple, list, set, frozenset)) and all(map(text, value))
 
     def dictionary(value):
         return isinstance(value, Mapping)
 
     def at_least(low):
-        return lambda value: isinstance(value, int) and value >= low
+        return lambda value: isinstance(value, numbers.Integral) and value >= low
 
     def or_none(is_right):
         return lambda value: value is None or is_right(value)
@@ -657,10 +658,10 @@ def check_attributes(env: type[Env]) -> None:
             ("flags", texts, 'a tuple of texts, as in ("data",)'),
             ("horizon", at_least(1), "a whole number from 1 on"),
             ("recommended", dictionary, "a dictionary"),
-            ("tiny_model", text, "a text"),
+            ("tiny_model", lambda value: isinstance(value, (str, os.PathLike)), "a text"),
             ("context", ("window", "full").__contains__, '"window" or "full"'),
             ("system", or_none(text), "a text, or None"),
-            ("role", text, "a text"),
+            ("role", or_none(text), "a text, or None"),
             ("instruction", or_none(text), "a text, or None"),
             ("max_prompt", or_none(at_least(1)), "a whole number from 1 on, or None"),
             ("max_observation", or_none(at_least(1)), "a whole number from 1 on, or None"),
@@ -669,7 +670,7 @@ def check_attributes(env: type[Env]) -> None:
             ("validation", or_none(split), "(split, number of games), or None"),
             ("eval_temperatures", temperatures, "a tuple of numbers, as in (0.4,)"),
             ("categories", dictionary, "a dictionary"),
-            ("patience", lambda value: isinstance(value, (int, float)) and value > 0,
+            ("patience", lambda value: isinstance(value, numbers.Real) and value > 0,
              "a number of seconds above 0"),
             ("workers", or_none(at_least(0)), "a whole number from 0 on, or None")):
         if not is_right(value := getattr(env, name)):

@@ -17,6 +17,7 @@ grow from turn to turn.
 Shapes: R slots, T tokens, S cache positions, D hidden size, H' key-value heads of size E.
     python rollout.py [--model NAME]       samples a response to one prompt with both engines
 """
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -895,7 +896,8 @@ def trajectories(sampler, tasks: list, pool, *, seed: int | tuple = 0, trajs=Non
     if not sampler.lm.chat:
         raise ValueError("the tokenizer has no chat template, which prompts need")
     make_messages = make_messages or (
-        lambda traj, turns, builder: builder.messages(sampler.context, history))
+        # (with more past turns than there are, all prompts would be the same)
+        lambda traj, turns, builder: builder.messages(sampler.context, min(history, len(turns))))
     seed = (seed,) if isinstance(seed, (int, np.integer)) else seed
     if not isinstance(seed, (tuple, list)) or not all(
             isinstance(n, (int, np.integer)) and n >= 0 for n in seed):
@@ -984,17 +986,19 @@ def checked(sampler, response) -> Response:
     what, lm = f"{type(sampler).__name__} returned a response", sampler.lm
     try:
         ids, logp = [*map(operator.index, response.ids)], [*map(float, response.logp)]
-        v, q = float(response.v), float(response.q)
+        v, q = (math.nan if x is None else float(x) for x in (response.v, response.q))
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         shown = " ".join(repr(response).split())
         raise ValueError(f"{what} that is none: {shown:.200} ({error}). A rollout.Response is "
-                         "expected, whose ids and logp are lists of numbers") from None
+                         "expected: ids and logp are lists of numbers, v and q are numbers, if it "
+                         "has them") from None
     if not 0 < len(ids) <= sampler.max_new_tokens:
         raise ValueError(f"{what} of {len(ids)} tokens; 1 to {sampler.max_new_tokens}, with the "
                          "stop token, are expected")
-    if unknown := [i for i in ids if not 0 <= i < len(lm.head.weight)]:
+    rows = len(lm.head.weight)
+    if unknown := [i for i in ids if not 0 <= i < rows]:
         raise ValueError(f"{what} with token {unknown[0]}, and the model has those from 0 to "
-                         f"{len(lm.head.weight) - 1}")
+                         f"{rows - 1}")
     if len(ids) < sampler.max_new_tokens and not lm.stopped(ids):
         raise ValueError(f"{what} that ends with token {ids[-1]}, before it has "
                          f"{sampler.max_new_tokens} tokens; the stop token, one of "

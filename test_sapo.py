@@ -646,15 +646,19 @@ def test_messages_of_an_environment_are_passed_on_as_they_are():
         with_responses(Gallery, "Cat", wrong, context="window")
 
 
-def test_no_prompt_is_tried_twice_however_long_the_history():
+def test_no_prompt_is_tried_twice_however_long_the_history(monkeypatch):
     """When none fits, all of them are encoded."""
-    builder = House.prompt_builder("You see a lamp.", {"admissible": ["look"], "task": "Look."})
-    for turns in range(4):
-        prompts = [message["content"] for message, in builder.messages("window", 10 ** 9)]
-        assert len(prompts) == len({*prompts}) == turns + 1
-        assert prompts[:2] == [
-            message["content"] for message, in builder.messages("window", turns)][:2]
-        builder.record("look", "You see a lamp.", builder.info)
+    lm, tried = random_tiny(), []
+    pool, ids = Pool("house", {"horizon": 4}), tasks("house", "train")[:1]
+    prompt = envs.PromptBuilder.window_prompt
+    monkeypatch.setattr(envs.PromptBuilder, "window_prompt", lambda builder, k: (
+        tried.append((len(builder.history), k)) or prompt(builder, k)))
+    sampler = Sampler(lm, max_new_tokens=4, max_prompt=9, check=False)
+    with pytest.raises(ValueError, match="needs more than 9 tokens"):
+        rollout(sampler, ids, pool, history=50)
+    assert tried == [(0, 0)]
+    rollout(Sampler(lm, max_new_tokens=4, check=False), ids, pool, history=50)
+    assert tried[1:] == [(n, n) for n in range(4)]
 
 
 def test_system_message_begins_every_prompt_of_window_and_every_conversation():

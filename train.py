@@ -290,13 +290,14 @@ class Targets(NamedTuple):
 
 def check_targets(learner, targets: Targets, batch, old: Scores) -> None:
     """ValueError: a tensor that a learner's `targets` returned is of another shape than Targets
-    says, or than the old values that its loss will compare with targets. (The slices of one that is
-    too long would fit, and be those of other turns.)"""
-    shapes = {"adv": batch.logp, "y_v": old.p_v, "y_q": old.p_q, "v": batch.reward,
-              "q": batch.reward, "returns": batch.reward}
+    says, or than the old values that the loss of `Learner` compares with them (a loss of one's own
+    may do otherwise). The slices of one that is too long would fit, and be those of other turns."""
+    shapes = {"adv": batch.logp, "v": batch.reward, "q": batch.reward, "returns": batch.reward}
+    if type(learner).loss is Learner.loss:
+        shapes |= {"y_v": old.p_v, "y_q": old.p_q}
     for name, like in shapes.items():
-        x = getattr(targets, name)
-        if x is not None and like is not None and x.shape != like.shape:
+        x = getattr(targets, name, None)
+        if x is not None and x.shape != like.shape:
             raise ValueError(f"{type(learner).__name__}.targets: {name} has the shape "
                              f"{tuple(x.shape)}, and {tuple(like.shape)} is expected")
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,9 +154,11 @@ def check_folder(name: str, where: str) -> None:
         return
     config = read_json(where, "config.json")
     if {"env", "model", "seed"} <= config.keys():  # as runtime/checkpoint.py writes it
-        checkpoints = [f", or take --model {path}" for path in Path(where).glob("checkpoint-*")]
-        raise ValueError(f"cannot load model {name}: the run in this folder is not finished. "
-                         f"Continue it with train.py --resume --out {name}" + "".join(checkpoints))
+        saved = [path for path in Path(where).glob("checkpoint-*") if path.name[11:].isdecimal()]
+        newest = max(saved, key=lambda path: int(path.name[11:]), default=None)
+        raise ValueError(f"cannot load model {name}: the run in this folder has no final weights. "
+                         f"Continue it with train.py --resume --out {shlex.quote(name)}"
+                         + (f", or take --model {shlex.quote(str(newest))}" if newest else ""))
     if not config:
         raise ValueError(f"cannot load model {name}: there is no model in this folder, because it "
                          "has no config.json")

@@ -239,12 +239,13 @@ def test_folder_without_a_model_is_named_as_that(tmp_path, monkeypatch):
         load(str(tmp_path))
     run = {"env": "house", "model": "tiny", "seed": 0}
     (tmp_path / "config.json").write_text(json.dumps(run))
-    says = f"the run in this folder is not finished. Continue it with .*--out {tmp_path}"
+    says = f"the run in this folder has no final weights. Continue it with .*--out {tmp_path}"
     with pytest.raises(ValueError, match=f"{says}$"):
         load(str(tmp_path))
-    (tmp_path / "checkpoint-5").mkdir()
+    for name in ("checkpoint-5", "checkpoint-10", "checkpoint-best"):
+        (tmp_path / name).mkdir()
     for script in train, evaluation:
-        with pytest.raises(SystemExit, match=f"{says}, or take --model {tmp_path}/checkpoint-5$"):
+        with pytest.raises(SystemExit, match=f"{says}, or take --model {tmp_path}/checkpoint-10$"):
             run_main(script, monkeypatch, "--model", tmp_path, "--out", tmp_path / "out")
 
 

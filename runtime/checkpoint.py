@@ -116,10 +116,11 @@ class RunDir:
             raise ValueError(f"there is no run in {self.path}")
         return config
 
-    def metrics(self) -> list[dict]:
-        """metrics.jsonl, without a last line that is still being written."""
+    def metrics(self, at_most: int | None = None) -> list[dict]:
+        """metrics.jsonl, or its first lines, without a last line that is still being written.
+        ValueError: one of them is damaged."""
         path, metrics = self / "metrics.jsonl", []
-        for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        for n, line in enumerate(path.read_bytes().splitlines(keepends=True)[:at_most], 1):
             if not line.endswith(b"\n"):
                 break
             with contextlib.suppress(ValueError):
@@ -131,7 +132,7 @@ class RunDir:
     def check_metrics(self, checkpoint: Path) -> None:
         """ValueError: metrics.jsonl lacks iterations of the checkpoint, or is damaged."""
         done, log = iterations_of(checkpoint), self / "metrics.jsonl"
-        found = len(self.metrics()) if log.exists() else 0
+        found = len(self.metrics(done)) if log.exists() else 0
         if found < done:
             raise ValueError(f"{log} has {found} whole lines, and {checkpoint} is of {done} "
                              "iterations: the file was cut or replaced. Put it back, or start "
@@ -148,15 +149,15 @@ class RunDir:
         return lines
 
     @contextlib.contextmanager
-    def lock(self, resume: bool) -> Iterator[None]:
-        """Within this context no other run can use the folder. All ranks must call it. ValueError:
-        another process writes to it, it holds something and `resume` is not set, or the ranks do
-        not share a file system."""
+    def lock(self, resume: bool, sign: str = "config.json") -> Iterator[None]:
+        """Within this context no other run can use the folder. All ranks must call it. `sign`: the
+        file by which one that can be resumed is known. ValueError: another process writes to it, it
+        holds something and `resume` is not set, or the ranks do not share a file system."""
         if self.path.is_file():
             raise ValueError(f"--out {self.path} is a file: name a folder")
         os.makedirs(self.path, exist_ok=True)
         with open(self / ".lock", "a+", encoding="utf-8") as file:
-            if reasons := all_gather_list(self.try_lock(file, resume) if rank() == 0 else []):
+            if reasons := all_gather_list(self.try_lock(file, resume, sign) if rank() == 0 else []):
                 raise ValueError(reasons[0])
             mark = broadcast_object(secrets.token_hex(8))
             if rank() == 0:
@@ -171,14 +172,13 @@ class RunDir:
                                  "--out must be on a file system that all machines share")
             yield
 
-    def try_lock(self, file, resume):
+    def try_lock(self, file, resume, sign):
         """Returns a list with the reason why the folder cannot be used, or an empty list."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return [f"another process writes to {self.path}: wait for it, or choose another --out"]
-        is_run = (self / "config.json").exists()
-        if not (resume and is_run) and {*os.listdir(self.path)} - self.LEFTOVERS:
+        if not (resume and (self / sign).exists()) and {*os.listdir(self.path)} - self.LEFTOVERS:
             if resume:
                 return [f"there is something else than a run in {self.path}: choose another --out"]
             return [f"{self.path} is taken: continue the run in it with --resume, or choose "

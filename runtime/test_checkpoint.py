@@ -64,7 +64,8 @@ def test_reports_that_are_somebodys_or_damaged_stay_and_stop_nothing(tmp_path, t
     (None, "has 0 whole lines, and .*checkpoint-2 is of 2 iterations: the file was cut"),
     ("", "has 0 whole lines"), ('{"a": 1}\n{"a": 2}', "has 1 whole lines"),
     ('{"a": 1}\nnothing\n', "metrics.jsonl is damaged: line 2 is no JSON object"),
-    ("[]\n[]\n", "line 1 is no JSON object"), ('{"a": 1}\n' * 2, None), ("{}\n" * 3, None)])
+    ("[]\n[]\n", "line 1 is no JSON object"), ('{"a": 1}\n' * 2, None), ("{}\n" * 3, None),
+    ("{}\n{}\n\0\0{}\n", None)])  # as a power cut may leave it
 def test_metrics_that_lack_iterations_of_the_checkpoint_are_named(tmp_path, text, says):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)

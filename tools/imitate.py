@@ -582,7 +582,8 @@ def save(lm, folder, state=None):
         lm.save(new)
         if state:
             torch.save(state, f"{new}/imitation.pt")
-            os.link(f"{folder}/.lock", f"{new}/.lock")
+            with contextlib.suppress(OSError):  # where there are no hard links, it ends here
+                os.link(f"{folder}/.lock", f"{new}/.lock")
 
     write_folder(folder, fill)
 
@@ -682,8 +683,9 @@ def parse(argv=None):
         raise ValueError("imitation runs in one process: start it with python, not with torchrun")
     if flags.resume and not os.path.exists(f"{config.out}/imitation.pt"):
         raise ValueError(f"--out {config.out} has no unfinished imitation")
-    if os.path.exists(config.out) and not flags.resume and (
-            not os.path.isdir(config.out) or {*os.listdir(config.out)} - RunDir.LEFTOVERS):
+    # (a start that failed leaves a folder with a lock alone)
+    if os.path.lexists(config.out) and not flags.resume and not (
+            os.path.isdir(config.out) and os.listdir(config.out) == [".lock"]):
         raise ValueError(f"--out {config.out} exists already; choose a new folder")
     if unused := given.keys() - SHARED:
         raise ValueError(f"--{min(unused)} has no effect on imitation")
@@ -708,7 +710,7 @@ def main():
         config, flags = parse()
         who = "a new random model" if config.model == "random" else config.model
         print0(f"{who} imitates the demonstrator of {config.env}, {flags.steps} steps or fewer")
-        with RunDir(config.out).lock(flags.resume):
+        with RunDir(config.out).lock(flags.resume, "imitation.pt"):
             make_model(config, flags)
         print0(f"wrote {config.out}; next: python train.py --env {config.env} --model "
                f"{config.out}, with the same flags for environment and prompts")

@@ -311,12 +311,12 @@ def test_folder_of_an_imitation_is_its_own_from_the_beginning_to_the_end(tmp_pat
                 with monkeypatch.context() as patch:
                     run_main(script, patch, "--out", out, *flags)
         tried.append(sorted(path.name for path in out.iterdir()))
-        return 0.0, 0.0
 
     out, tried, save = tmp_path / "made", [], imitate.save
-    monkeypatch.setattr(imitate, "measure", others_try)
     monkeypatch.setattr(imitate, "save", lambda *args: (others_try(), save(*args)))
     monkeypatch.setattr(imitate, "SAVE_AFTER", -1)  # after each step
+    out.mkdir()
+    (out / ".lock").touch()  # as a start that failed leaves it
     run_main(imitate, monkeypatch, "--steps", 2, "--batch", 2, "--width", 16, "--out", out)
     assert tried[0] == [".lock"] and "imitation.pt" in tried[1] and ".lock" in tried[2]
     assert load(str(out)) and not (out / ".lock").exists()

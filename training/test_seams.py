@@ -156,6 +156,8 @@ def test_sampler_of_a_user_trains_and_evaluates(tmp_path, monkeypatch, capsys, c
     (lambda ids, logp: ([0.5, *ids[1:]], logp), "that is none: .*ids and logp are lists of num"),
     (lambda ids, logp: (torch.tensor([ids, ids]), logp), "that is none: .*lists of numbers"),
     (lambda ids, logp: (ids, None), "that is none: .*lists of numbers"),
+    (lambda ids, logp: (ids, logp, "v", 0.0), "that is none: .*v and q are numbers, if it has"),
+    (lambda ids, logp: (ids, logp, None, None), None),
     (lambda ids, logp: (torch.tensor(ids), torch.tensor(logp)), None)])  # plain numbers in the end
 def test_response_of_a_sampler_that_is_none_of_the_policy_is_named(change, says):
     class Changed(Generate):

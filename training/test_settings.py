@@ -126,7 +126,7 @@ def test_what_an_environment_says_of_itself_must_make_sense():
             ("recommended", None, "recommended is None; it must be a dictionary"),
             ("context", "both", 'context is \'both\'; it must be "window" or "full"'),
             ("system", ["x"], "system is ['x']; it must be a text, or None"),
-            ("role", None, "role is None; it must be a text"),
+            ("role", 3, "role is 3; it must be a text, or None"),
             ("max_prompt", "9", "max_prompt is '9'; it must be a whole number from 1 on, or None"),
             ("max_observation", -3, "max_observation is -3; it must be a whole number from 1 on"),
             ("fallback", None, "fallback is None; it must be a whole number from 0 on"),
