@@ -43,20 +43,16 @@ def argparse_options(kind, default=None) -> dict:
     return {"type": kind}
 
 
-class WrongPath(ValueError, argparse.ArgumentTypeError):
-    """argparse says why a value is wrong if the error is one of its own kind."""
-
-
 def file_path(text) -> str:
-    """A path that is given, with the home folder in place of ~ at its beginning. WrongPath: there
+    """A path that is given, with the home folder in place of ~ at its beginning. ValueError: there
     is no such home folder, or no path can be so."""
     name = os.path.expanduser(text)
     if not name:
-        raise WrongPath("it is empty, and must be a name")
+        raise ValueError("it is empty, and must be a name")
     if name.startswith("~"):
-        raise WrongPath(f"there is no such home folder; for a folder of this name, write ./{name}")
+        raise ValueError(f"there is no such home folder; for a folder of this name, write ./{name}")
     if "\0" in name:
-        raise WrongPath("a path cannot contain a null byte")
+        raise ValueError("a path cannot contain a null byte")
     return name
 
 
