@@ -23,6 +23,7 @@ import transformers  # as a whole: it imports its parts when they are used, so -
 from hf import lora
 from hf.attention import causal_inputs, replace_attention
 from hf.chat import Chat, used_tokens
+from runtime.checkpoint import is_of_a_run, newest_checkpoint_in
 
 # ------------------------------------------------------------------------- what a name stands for
 
@@ -153,9 +154,8 @@ def check_folder(name: str, where: str) -> None:
     if not Path(where).is_dir() or find_file(where, "adapter_config.json"):
         return
     config = read_json(where, "config.json")
-    if {"env", "model", "seed"} <= config.keys():  # as runtime/checkpoint.py writes it
-        saved = [path for path in Path(where).glob("checkpoint-*") if path.name[11:].isdecimal()]
-        newest = max(saved, key=lambda path: int(path.name[11:]), default=None)
+    if is_of_a_run(config):
+        newest = newest_checkpoint_in(Path(where))
         raise ValueError(f"cannot load model {name}: the run in this folder has no final weights. "
                          f"Continue it with train.py --resume --out {shlex.quote(name)}"
                          + (f", or take --model {shlex.quote(str(newest))}" if newest else ""))

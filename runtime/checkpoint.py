@@ -112,7 +112,7 @@ class RunDir:
     def settings(self) -> dict:
         """config.json. ValueError: it is missing, damaged, or not that of a run."""
         config = read_json(self / "config.json")
-        if not {"env", "model", "seed"} <= config.keys():
+        if not is_of_a_run(config):
             raise ValueError(f"there is no run in {self.path}")
         return config
 
@@ -137,16 +137,6 @@ class RunDir:
             raise ValueError(f"{log} has {found} whole lines, and {checkpoint} is of {done} "
                              "iterations: the file was cut or replaced. Put it back, or start "
                              f"another run with --model {checkpoint}")
-
-    def metrics_of(self, iterations: int) -> list[dict]:
-        """metrics.jsonl of a run that has done so many iterations; creates the folder if there is
-        none. ValueError: the file has another number of lines, so it belongs to another run."""
-        os.makedirs(self.path, exist_ok=True)
-        lines = self.metrics() if (self / "metrics.jsonl").exists() else []
-        if len(lines) != iterations:
-            raise ValueError(f"{self / 'metrics.jsonl'} has {len(lines)} iterations of another "
-                             "run: choose another folder")
-        return lines
 
     @contextlib.contextmanager
     def lock(self, resume: bool, sign: str = "config.json") -> Iterator[None]:
@@ -229,8 +219,7 @@ class RunDir:
 
     def newest_checkpoint(self) -> Path | None:
         """checkpoint-N with the largest N, as rank 0 sees it; None if there is none."""
-        finished = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdecimal()]
-        return broadcast_object(max(finished, key=iterations_of, default=None))
+        return broadcast_object(newest_checkpoint_in(self.path))
 
     def save_checkpoint(self, iterations: int, fill: Callable) -> None:
         """Writes checkpoint-N with fill(folder), and then deletes the older ones."""
@@ -242,6 +231,17 @@ class RunDir:
                 written_here = older.name[11:].isdecimal() and any(older.glob("learner-*.pt"))
                 if written_here and older.name != f"checkpoint-{iterations}":
                     shutil.rmtree(older, ignore_errors=True)
+
+
+def is_of_a_run(config: dict) -> bool:
+    """Whether a config.json is a run's, and not a model's."""
+    return {"env", "model", "seed"} <= config.keys()
+
+
+def newest_checkpoint_in(folder: Path) -> Path | None:
+    """checkpoint-N with the largest N, as this rank sees it; None if there is none."""
+    finished = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    return max(finished, key=iterations_of, default=None)
 
 
 def iterations_of(checkpoint: Path | None) -> int:

@@ -304,7 +304,7 @@ class Run:
         self.iterations_done = self.iterations_saved = self.first_iteration
         self.lines = []  # of metrics.jsonl
         if self.folder and rank() == 0:
-            self.lines = self.folder.metrics_of(self.first_iteration)
+            self.lines = self.folder.metrics()
         if self.checkpoint and rank() == 0:
             self.folder.delete_results()
         self.steps_done = self.learner.optimizer_steps  # optimizer steps of all finished iterations

@@ -146,7 +146,8 @@ def test_what_an_environment_says_of_itself_must_make_sense():
 
 
 @pytest.mark.parametrize("flag", ["--out", "--model", "--data"])
-def test_a_path_is_not_empty(flag):  # as that of a variable of the shell that is not set
+def test_a_path_is_not_empty(flag):
+    """As "$RUN" is where the shell's variable RUN is not set."""
     with pytest.raises(ValueError, match=f"{flag} '': it is empty"):
         train.parse([flag, ""])
 
